@@ -1,0 +1,38 @@
+# The table of contents for developers. Every target makes the environment it needs.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install demo test lint model bench docs clean
+.DEFAULT_GOAL := install
+
+install: .venv/.stamp            ## the command `diloco` in .venv
+
+.venv/.stamp: pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"error: diloco needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}\nhint: make $(MAKECMDGOALS) PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[test]'
+	@touch $@
+
+demo: install                    ## two regions pretrain one model on this machine
+	$(BIN)/diloco run pipelines/quickstart.yaml
+
+test: install                    ## everything CI checks, on two cores in minutes
+	$(BIN)/python -m pytest
+
+lint: install                    ## style, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pyright
+
+model: install                   ## thousands of seeds of the crash model
+	$(BIN)/python -m tests.model.explore --seeds 3000 --every-crash-point
+
+bench: install                   ## figures, each beside its limit from the same run
+	$(BIN)/diloco bench inner
+
+docs: install                    ## the generated reference pages
+	$(BIN)/python -m diloco_cli.cli.reference docs/reference
+
+clean:
+	rm -rf .venv build dist *.egg-info

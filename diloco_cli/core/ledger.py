@@ -1,0 +1,227 @@
+"""What has the server decided so far?
+
+The ledger is a fold over the journal: `apply` takes one record after another and does
+nothing else, so a restarted server, a replay and a simulated server all stand exactly
+where the journal says. Records are plain mappings with a `kind`:
+
+    joined     region owner boot epoch
+    called     fragment version
+    decided    receipt fate why
+    closed     fragment version members drain
+    dropped    fragment region fate why
+    published  fragment version published members bytes
+    end        why
+    finished   why
+    evaluated  versions loss region
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from diloco_cli.core.rounds import Decision, Receipt, Standing
+
+Record = Mapping[str, Any]
+NEWS = frozenset({"called", "dropped", "published", "end", "finished"})
+"""Kinds that regions care about; the number of the last one is what they wait after."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """One fragment, as the server sees it."""
+
+    version: int = 0
+    phase: Literal["idle", "called", "closing"] = "idle"
+    waiting: dict[str, Receipt] = field(default_factory=dict)
+    """Accepted, for the round that is idle or called."""
+    closing: dict[str, Receipt] = field(default_factory=dict)
+    """Members of a closed round whose version is not published yet."""
+    drain: bool = False
+    merged: dict[str, str] = field(default_factory=dict)
+    """Cumulative: digest of each region's last merged frame."""
+    decided: dict[str, Decision] = field(default_factory=dict)
+    applied: dict[str, float] = field(default_factory=dict)
+    published: str = ""
+    members: tuple[str, ...] = ()
+    """Of the newest version, for display."""
+
+
+@dataclass(slots=True)
+class Member:
+    """Who may speak for a region."""
+
+    owner: str
+    boot: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class Ledger:
+    slots: list[Slot]
+    regions: dict[str, Member] = field(default_factory=dict)
+    news: int = 0
+    end: str = ""
+    finished: str = ""
+    outer_steps: int = 0
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    refused: dict[str, int] = field(default_factory=dict)
+    """Contributions refused or returned, by region."""
+    bytes_up: int = 0
+    values_up: int = 0
+    """Parameters that the accepted frames carried: bytes_up × 8 ÷ this = bits a parameter."""
+
+    @classmethod
+    def empty(cls, fragments: int) -> Ledger:
+        return cls([Slot() for _ in range(fragments)])
+
+    def standing(self, region: str, fragment: int) -> Standing:
+        slot, member = self.slots[fragment], self.regions.get(region)
+        return Standing(
+            epoch=member.epoch if member else 0,
+            version=slot.version,
+            merged=slot.merged.get(region, ""),
+            known=slot.decided.get(region),
+            finished=bool(self.finished),
+        )
+
+    def high(self, region: str) -> int:
+        """The largest clock ever decided for a region, so that a new disk starts above it."""
+        decided = [slot.decided[region].clock for slot in self.slots if region in slot.decided]
+        return max(decided, default=-1)
+
+    def calls(self) -> dict[int, int]:
+        return {f: slot.version for f, slot in enumerate(self.slots) if slot.phase == "called"}
+
+    def applied(self, sizes: Sequence[int]) -> float:
+        """Merged tokens of the run: per fragment, averaged with the fragments' sizes."""
+        weighted = sum(
+            size * sum(slot.applied.values()) for size, slot in zip(sizes, self.slots, strict=True)
+        )
+        return weighted / sum(sizes)
+
+    def apply(self, number: int, record: Record) -> None:
+        kind = record["kind"]
+        if kind in NEWS:
+            self.news = number
+        handler = _HANDLERS.get(kind)
+        if handler is not None:  # Kinds unknown here carry notes, never outer state.
+            handler(self, record)
+
+
+def _joined(ledger: Ledger, record: Record) -> None:
+    ledger.regions[record["region"]] = Member(record["owner"], record["boot"], record["epoch"])
+
+
+def _called(ledger: Ledger, record: Record) -> None:
+    ledger.slots[record["fragment"]].phase = "called"
+
+
+def _decided(ledger: Ledger, record: Record) -> None:
+    receipt = Receipt(**record["receipt"])
+    slot = ledger.slots[receipt.fragment]
+    slot.decided[receipt.region] = Decision(
+        receipt.clock, receipt.digest, record["fate"], record.get("why", "")
+    )
+    if record["fate"] == "pending":
+        slot.waiting[receipt.region] = receipt
+        ledger.bytes_up += receipt.bytes
+        ledger.values_up += record.get("values", 0)
+    else:
+        ledger.refused[receipt.region] = ledger.refused.get(receipt.region, 0) + 1
+
+
+def _closed(ledger: Ledger, record: Record) -> None:
+    slot = ledger.slots[record["fragment"]]
+    slot.closing = {region: slot.waiting.pop(region) for region in record["members"]}
+    slot.drain = record["drain"]
+    slot.phase = "closing"
+
+
+def _dropped(ledger: Ledger, record: Record) -> None:
+    slot, region = ledger.slots[record["fragment"]], record["region"]
+    receipt = slot.closing.pop(region)
+    slot.decided[region] = Decision(receipt.clock, receipt.digest, record["fate"], record["why"])
+    ledger.refused[region] = ledger.refused.get(region, 0) + 1
+    if not slot.closing:
+        slot.phase = "idle"
+
+
+def _published(ledger: Ledger, record: Record) -> None:
+    slot = ledger.slots[record["fragment"]]
+    for region, receipt in slot.closing.items():
+        slot.merged[region] = receipt.digest
+        slot.decided[region] = Decision(receipt.clock, receipt.digest, "merged")
+        slot.applied[region] = slot.applied.get(region, 0.0) + receipt.tokens
+    slot.members = tuple(sorted(slot.closing))
+    slot.closing = {}
+    slot.version, slot.phase = record["version"], "idle"
+    slot.published = record["published"]
+    ledger.outer_steps += 1
+
+
+def _end(ledger: Ledger, record: Record) -> None:
+    ledger.end = record["why"]
+
+
+def _finished(ledger: Ledger, record: Record) -> None:
+    ledger.finished = record["why"]
+
+
+def _evaluated(ledger: Ledger, record: Record) -> None:
+    ledger.evaluations.append({key: record[key] for key in ("versions", "loss", "region")})
+
+
+_HANDLERS = {
+    "joined": _joined,
+    "called": _called,
+    "decided": _decided,
+    "closed": _closed,
+    "dropped": _dropped,
+    "published": _published,
+    "end": _end,
+    "finished": _finished,
+    "evaluated": _evaluated,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The join is granted; `new` says that it must be journaled first."""
+
+    epoch: int
+    new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    code: Literal["held", "older-copy"]
+    why: str
+
+
+def admit_worker(
+    member: Member | None, owner: str, boot: int, *, lease_left: float
+) -> Welcome | TurnedAway:
+    """Says whether a worker may speak for a region.
+
+    A retried join gets the same epoch again, so a lost reply fences nobody. A second
+    worker waits while the first one's lease lives, so two workers never fence each other
+    in turn.
+    """
+    if member is None:
+        return Welcome(1, new=True)
+    if member.owner != owner:
+        if lease_left > 0:
+            return TurnedAway(
+                "held", f"another worker holds this region for {lease_left:.0f} more seconds"
+            )
+        return Welcome(member.epoch + 1, new=True)
+    if boot == member.boot:
+        return Welcome(member.epoch, new=False)
+    if boot < member.boot:
+        return TurnedAway(
+            "older-copy",
+            f"start {boot} of this region's folder, but start {member.boot} was seen before",
+        )
+    return Welcome(member.epoch + 1, new=True)

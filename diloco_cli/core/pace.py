@@ -1,0 +1,149 @@
+"""Which fragment is called when, and how long may a round wait for the slow?
+
+The quorum-th fastest region sets the pace: a fragment is due when that region reports
+`every` inner steps of unmerged work on the fragment's current version. Counting held
+work, not steps since the last call, needs no baselines that a restart could lose, and
+never calls for crumbs when the network is slower than the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from diloco_cli.core.ledger import Slot
+from diloco_cli.spec.schema import SyncSpec
+
+Seconds = float
+MEMORY = 0.3
+"""Weight of the newest observation in a moving average."""
+UNKNOWN_GRACE: Seconds = 1.0
+"""Used until the first step times are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a region says about one fragment in a heartbeat."""
+
+    version: int
+    steps: float
+    """Held, and not in the frame in flight."""
+
+
+Reports = Mapping[str, Sequence[Report]]
+
+
+def due(
+    slots: Sequence[Slot], reports: Reports, live: Collection[str], sync: SyncSpec
+) -> list[int]:
+    """Lists the fragments to call now, while the run goes on."""
+    if len(live) < sync.quorum:
+        return []
+    return [
+        number
+        for number, slot in enumerate(slots)
+        if slot.phase == "idle"
+        and _quorum_steps(number, slot, reports, live, sync.quorum)
+        >= _threshold(number, slot, len(slots), sync.every)
+    ]
+
+
+def due_at_end(slots: Sequence[Slot], reports: Reports, live: Collection[str]) -> list[int]:
+    """Lists the fragments to call after the end: whatever still waits or is still held."""
+    return [
+        number
+        for number, slot in enumerate(slots)
+        if slot.phase == "idle"
+        and (slot.waiting or any(_held(reports, region, number) >= 1 for region in live))
+    ]
+
+
+def _threshold(number: int, slot: Slot, fragments: int, every: int) -> float:
+    # Staggered at first, so that later fragments do not all travel at once.
+    return every * (number + 1) / fragments if slot.version == 0 else every
+
+
+def _quorum_steps(
+    number: int, slot: Slot, reports: Reports, live: Collection[str], quorum: int
+) -> float:
+    steps = sorted(
+        (
+            reports[region][number].steps
+            for region in live
+            if region in reports and reports[region][number].version == slot.version
+        ),
+        reverse=True,
+    )
+    return steps[quorum - 1] if len(steps) >= quorum else 0.0
+
+
+def _held(reports: Reports, region: str, number: int) -> float:
+    return reports[region][number].steps if region in reports else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Averages:
+    """Moving averages of how long things take, in seconds."""
+
+    step: Mapping[str, Seconds] = field(default_factory=dict)
+    """One inner step, by region."""
+    answer: Mapping[str, Seconds] = field(default_factory=dict)
+    """From a call to the region's frame, by region."""
+    quorum: Seconds = 0.0
+    """From a call to the quorum."""
+    sync: Seconds = 0.0
+    """From closing a round to its version being published."""
+
+
+def average(old: Seconds | None, new: Seconds) -> Seconds:
+    return new if not old else old + MEMORY * (new - old)
+
+
+def stepped(averages: Averages, region: str, seconds: Seconds) -> Averages:
+    return replace(averages, step=_with(averages.step, region, seconds))
+
+
+def answered(averages: Averages, region: str, seconds: Seconds) -> Averages:
+    return replace(averages, answer=_with(averages.answer, region, seconds))
+
+
+def met(averages: Averages, seconds: Seconds) -> Averages:
+    return replace(averages, quorum=average(averages.quorum, seconds))
+
+
+def published(averages: Averages, seconds: Seconds) -> Averages:
+    return replace(averages, sync=average(averages.sync, seconds))
+
+
+def _with(old: Mapping[str, Seconds], region: str, seconds: Seconds) -> dict[str, Seconds]:
+    return {**old, region: average(old.get(region), seconds)}
+
+
+def usual_answer(averages: Averages, live: Collection[str], quorum: int) -> Seconds:
+    """When the quorum-th live region usually answers a call; 0 while that is unknown.
+
+    A frame that came late for the last round is a member of this one from the start.
+    Without this floor it would close the round before any fresh answer could arrive.
+    """
+    known = sorted(averages.answer[region] for region in live if region in averages.answer)
+    return known[min(quorum, len(known)) - 1] if known else 0.0
+
+
+def grace(averages: Averages, live: Collection[str], sync: SyncSpec) -> Seconds:
+    """How long a round that has its quorum waits for the other live regions."""
+    if sync.grace.kind != "adaptive":
+        return sync.grace.seconds if sync.grace.kind == "fixed" else 0.0
+    steps = [averages.step[region] for region in live if region in averages.step]
+    if not steps:
+        return UNKNOWN_GRACE
+    margin = sync.grace.margin
+    if sync.alpha < 1:
+        # Work done past the overlap would be thrown away, so the window must fit into it.
+        slack = sync.overlap * max(steps) - averages.quorum - averages.sync
+        return margin * max(0.0, slack)
+    # Under rebase nobody idles and nothing is lost while a round is open, so the window
+    # may cover the usual spread of the answers, bounded by a share of the period.
+    longest = margin * sync.every * min(steps)
+    if any(region not in averages.answer for region in live):
+        return longest
+    return min(max(averages.answer[region] for region in live), longest)

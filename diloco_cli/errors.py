@@ -1,0 +1,64 @@
+"""Every failure a user can see, with what to do about it.
+
+    DilocoError                exit code
+      RunFailed                1   the run failed
+      SpecError                2   the run spec, the command or the folder is wrong
+        RegistryError          2   the spec names something that does not exist
+      WireError                3   bytes from the other side cannot be trusted
+      LinkError                4   the other side cannot be reached
+      StoreError               5   durable state is missing or damaged
+      QuorumLost               6   too few regions are left for any round to close
+
+    130 after SIGINT, 143 after SIGTERM.
+
+A message states the fact, with the values; the hint states the next action.
+Only `cli/app.py` turns these into text; everything else lets them rise.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DilocoError(Exception):
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n\nhint: {self.hint}" if self.hint else self.message
+
+
+class RunFailed(DilocoError):
+    exit_code = 1
+
+
+class SpecError(DilocoError):
+    exit_code = 2
+
+
+class RegistryError(SpecError):
+    """A choice that does not exist; `key` is the option at fault, empty for the kind itself."""
+
+    def __init__(self, message: str, *, hint: str | None = None, key: str = "kind") -> None:
+        super().__init__(message, hint=hint)
+        self.key = key
+
+
+class WireError(DilocoError):
+    exit_code = 3
+
+
+class LinkError(DilocoError):
+    exit_code = 4
+
+
+class StoreError(DilocoError):
+    exit_code = 5
+
+
+class QuorumLost(DilocoError):
+    exit_code = 6

@@ -1,0 +1,234 @@
+"""What happened, in order: the run log.
+
+Every process of a run appends its own events to `FOLDER/events.jsonl`, one JSON object
+a line; status, metrics and pages are folds over these lines. The log is there to be
+read by people and programs, nothing is ever rebuilt from it: the truth is the journal.
+
+    {"kind": "published", "time": 1789.1, "seconds": 12.5, "process": "server", "fragment": 3, …}
+
+A line is written by one `write` to a file opened for appending and stays below 4 KiB,
+so the lines of several processes never mix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LARGEST_LINE = 4096
+LONGEST_TEXT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of event: what it means and which fields it may carry."""
+
+    meaning: str
+    fields: tuple[str, ...] = ()
+
+
+KINDS: Mapping[str, Kind] = {
+    "run-started": Kind("a process of the run began", ("run", "name", "url", "version", "resumed")),
+    "run-finished": Kind("the budget is spent and everything is merged", ("why", "tokens")),
+    "run-stopped": Kind("somebody stopped the run before its end", ("why",)),
+    "run-ended": Kind("the budget is reached; what is held is being drained", ("why", "tokens")),
+    "server-started": Kind("the server listens", ("url", "pid", "recovered", "seconds_taken")),
+    "server-restarted": Kind("the server died and was started again", ("code", "why", "restarts")),
+    "worker-restarted": Kind(
+        "a region's worker died and was started again", ("region", "code", "why", "restarts")
+    ),
+    "worker-gone": Kind(
+        "a region's worker will not be started again", ("region", "code", "why", "restarts")
+    ),
+    "joined": Kind("a region took its lease", ("region", "epoch", "owner", "boot")),
+    "lapsed": Kind("a region's lease ran out", ("region", "silent_seconds")),
+    "revived": Kind("a region with a lapsed lease is back", ("region", "silent_seconds")),
+    "fenced": Kind("a region was told that another worker has its place", ("region", "epoch")),
+    "left": Kind("a region said goodbye", ("region", "why")),
+    "called": Kind("every live region is asked for a fragment", ("fragment", "version", "why")),
+    "accepted": Kind(
+        "a contribution is durable and waits for its round",
+        ("region", "fragment", "version", "base", "clock", "digest", "tokens", "steps", "bytes"),
+    ),
+    "returned": Kind(
+        "a contribution came back; its work is kept and sent again",
+        ("region", "fragment", "version", "base", "clock", "digest", "why"),
+    ),
+    "refused": Kind(
+        "a contribution was unfit and its work is dropped",
+        ("region", "fragment", "version", "base", "clock", "digest", "tokens", "why"),
+    ),
+    "foreign": Kind(
+        "a contribution came from an older copy of its region",
+        ("region", "fragment", "version", "base", "clock", "digest", "why"),
+    ),
+    "closed": Kind(
+        "a round has its members", ("fragment", "version", "members", "weights", "why", "drain")
+    ),
+    "published": Kind(
+        "a version became visible",
+        ("fragment", "version", "members", "bytes", "seconds_taken", "tokens"),
+    ),
+    "adopted": Kind(
+        "a region took a version over", ("region", "fragment", "version", "merged", "step")
+    ),
+    "evaluated": Kind(
+        "the global weights were measured on held-out text",
+        ("region", "versions", "loss", "outer_steps"),
+    ),
+    "trainer-started": Kind(
+        "a region's trainer runs", ("region", "pid", "step", "resumed", "restarts")
+    ),
+    "trainer-exited": Kind("a region's trainer ended", ("region", "code", "why", "step")),
+    "trainer-restarted": Kind("a region's trainer was started again", ("region", "restarts")),
+    "link-lost": Kind("a region cannot reach the server and trains on", ("region", "url", "why")),
+    "link-back": Kind("a region reaches the server again", ("region", "url", "silent_seconds")),
+    "note": Kind("something worth a line for people", ("why", "region")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the run log."""
+
+    kind: str
+    process: str
+    time: float
+    """Wall clock, seconds since 1970."""
+
+    seconds: float
+    """Since the process that wrote it began."""
+
+    fields: dict[str, Any]
+
+
+class EventLog:
+    """Appends the events of one process; safe to share between its threads."""
+
+    def __init__(
+        self,
+        path: Path,
+        process: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self.process = process
+        self._clock = clock
+        self._steady = steady
+        self._began = steady()
+        self._lock = threading.Lock()
+        self._file: int | None = None
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Writes one event; a full disk costs the line, never the run.
+
+        An unknown kind or field is a mistake of the caller and raises ValueError.
+        """
+        check(kind, fields)
+        line = _line(
+            {
+                "kind": kind,
+                "time": round(self._clock(), 3),
+                "seconds": round(self._steady() - self._began, 3),
+                "process": self.process,
+                **fields,
+            }
+        )
+        try:
+            with self._lock:
+                os.write(self._open(), line)
+        except OSError:
+            return
+
+    def _open(self) -> int:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            # A crash may have left half a line; ours must not be glued to it.
+            if torn(self.path):
+                os.write(self._file, b"\n")
+        return self._file
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+
+def check(kind: str, fields: Mapping[str, Any]) -> None:
+    """Refuses events that no reader would understand."""
+    if kind not in KINDS:
+        raise ValueError(f"there is no event kind {kind!r}; known: {', '.join(sorted(KINDS))}")
+    if unknown := sorted(set(fields) - set(KINDS[kind].fields)):
+        raise ValueError(f"event {kind!r} has no field {unknown[0]!r}; it has {KINDS[kind].fields}")
+
+
+def read_events(path: Path, *, after: int = 0) -> Iterator[Event]:
+    """Yields the events from byte `after` on; a missing file is an empty log.
+
+    A line that is not whole (a writer was killed in mid-write, or is writing just now)
+    is left out.
+    """
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        file.seek(after)
+        for line in file:
+            if event := parse(line):
+                yield event
+
+
+def parse(line: bytes) -> Event | None:
+    """Reads one line, or says None when it is not a whole event."""
+    try:
+        fields = json.loads(line)
+        return Event(
+            kind=fields.pop("kind"),
+            process=fields.pop("process"),
+            time=float(fields.pop("time")),
+            seconds=float(fields.pop("seconds")),
+            fields=fields,
+        )
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def torn(path: Path) -> bool:
+    """Says whether the file ends in the middle of a line."""
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    line = _json(fields)
+    if len(line) < LARGEST_LINE:
+        return line
+    short = {
+        key: f"{value[: LONGEST_TEXT - 1]}…" if _is_long(value) else value
+        for key, value in fields.items()
+    }
+    line = _json(short)
+    if len(line) < LARGEST_LINE:
+        return line
+    head = {key: short[key] for key in ("kind", "time", "seconds", "process")}
+    return _json({**head, "cut": sorted(set(short) - set(head))})
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, str) and len(value) > LONGEST_TEXT
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, ensure_ascii=False, default=str).encode() + b"\n"

@@ -1,0 +1,171 @@
+"""What it adds up to: figures from events and status documents.
+
+Everything here is a pure function of plain data: of the events of a run, or of the
+status document that `GET /v1/status` answers and `diloco status --format json` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from diloco_cli.observe.events import Event
+
+Status = Mapping[str, Any]
+
+FATES = ("applied", "pending", "refused", "discarded")
+
+
+def bits_per_parameter(bytes_moved: float, parameters_moved: float) -> float | None:
+    """Says how many bits on the wire one parameter cost, headers included; None before any moved."""
+    return 8 * bytes_moved / parameters_moved if parameters_moved else None
+
+
+def goodput(applied: float, trained: float) -> float | None:
+    """Says which share of the tokens trained has reached the global weights.
+
+    Tokens on their way count as trained and not yet as applied, so a healthy run shows
+    a little less than 1 until it is drained. Time lost to restarts is not in it: a
+    region that stands still trains no tokens.
+    """
+    return applied / trained if trained else None
+
+
+def staleness(published: Sequence[int], adopted: Sequence[int]) -> int:
+    """Says how many versions the furthest fragment of a region is behind."""
+    return max((max(0, new - old) for new, old in zip(published, adopted, strict=True)), default=0)
+
+
+def unaccounted(tokens: Mapping[str, float]) -> float:
+    """Says how many trained tokens have no fate; 0 in a healthy run."""
+    return tokens.get("trained", 0) - sum(tokens.get(fate, 0) for fate in FATES)
+
+
+def seconds_left(points: Sequence[tuple[float, float]], budget: float) -> float | None:
+    """Estimates the time to the budget from (time, applied tokens) points; None while unknown."""
+    if len(points) < 2:
+        return None
+    (began, first), (now, applied) = points[0], points[-1]
+    if applied <= first or now <= began:
+        return None
+    return max(0.0, (budget - applied) * (now - began) / (applied - first))
+
+
+def last_known(events: Iterable[Event]) -> dict[str, Any]:
+    """Folds the run log into what can still be said when the server does not answer."""
+    known: dict[str, Any] = {"state": "unknown", "outer_steps": 0, "loss": {}, "regions": {}}
+    states = {
+        "server-started": "training",
+        "run-ended": "draining",
+        "run-finished": "finished",
+        "run-stopped": "stopped",
+    }
+    presence = {"joined": "joined", "revived": "joined", "lapsed": "lapsed", "left": "left"}
+    for event in events:
+        fields = event.fields
+        known["time"] = event.time
+        if event.kind in states:
+            known["state"] = states[event.kind]
+        if event.kind in presence and "region" in fields:
+            known["regions"][fields["region"]] = presence[event.kind]
+        if event.kind == "server-started":
+            known["url"] = fields.get("url")
+        if event.kind == "published":
+            known["outer_steps"] += 1
+        if event.kind == "evaluated":
+            known["loss"] = {"heldout": fields.get("loss")}
+    return known
+
+
+_RUN = (
+    # name, where in the document, help
+    ("outer_steps", ("outer_steps",), "Versions published, all fragments together"),
+    ("tokens_budget", ("tokens", "budget"), "Merged tokens at which the run ends"),
+    ("loss_heldout", ("loss", "heldout"), "Held-out loss of the global weights, nats per token"),
+    ("loss_train", ("loss", "train"), "Training loss, averaged over regions"),
+    ("goodput_ratio", ("goodput",), "Tokens applied over tokens trained"),
+)
+
+_WIRE = (
+    ("bits_per_parameter", "bits_per_parameter_{}", "Bits on the wire for one parameter"),
+    ("wire_bytes", "bytes_{}", "Bytes of frames moved"),
+)
+
+_REGION = (
+    ("region_alive", "alive", "1 while the region's lease runs"),
+    ("region_training", "training", "1 while the region makes inner steps"),
+    ("region_contributing", "contributing", "1 while the region's work reaches the global weights"),
+    ("region_step", "step", "Inner steps made"),
+    ("region_tokens_per_second", "tokens_per_second", "Training speed"),
+    ("region_loss", "loss", "Training loss"),
+    ("region_staleness", "staleness", "Versions the furthest fragment is behind"),
+    ("region_share_ratio", "share", "Share of the merged weight"),
+    ("region_last_merged_seconds", "last_merged_seconds", "Since the region was last merged"),
+    ("region_restarts", "restarts", "Trainer restarts"),
+    ("region_refused", "refused", "Contributions refused"),
+)
+
+STATES = ("waiting", "training", "finished", "stopped")
+
+METRICS = (
+    *(f"diloco_{name}" for name, _, _ in _RUN + _WIRE + _REGION),
+    "diloco_state",
+    "diloco_tokens",
+)
+"""Every name `/metrics` may show."""
+
+
+def prometheus_text(status: Status) -> str:
+    """Renders a status document in Prometheus' text format; what is unknown is left out."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.registry import Collector
+
+    class Once(Collector):
+        def collect(self) -> Iterator[Any]:
+            return _families(status)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Once())
+    return generate_latest(registry).decode()
+
+
+def _families(status: Status) -> Iterator[Any]:
+    yield _family("state", "1 for the state the run is in", ("state",), _states(status))
+    fates = [((fate,), _at(status, "tokens", fate)) for fate in (*FATES, "trained")]
+    yield _family("tokens", "Tokens by what became of them", ("fate",), fates)
+    for name, path, meaning in _RUN:
+        yield _family(name, meaning, (), [((), _at(status, *path))])
+    for name, key, meaning in _WIRE:
+        ways = [((way,), _at(status, "wire", key.format(way))) for way in ("up", "down")]
+        yield _family(name, meaning, ("direction",), ways)
+    regions = status.get("regions") or []
+    for name, key, meaning in _REGION:
+        rows = [((str(region["name"]),), _at(region, key)) for region in regions]
+        yield _family(name, meaning, ("region",), rows)
+
+
+def _states(status: Status) -> list[tuple[tuple[str, ...], float]]:
+    return [((state,), float(status.get("state") == state)) for state in STATES]
+
+
+def _family(
+    name: str,
+    meaning: str,
+    labels: tuple[str, ...],
+    rows: Iterable[tuple[tuple[str, ...], float | None]],
+) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    # Gauges throughout: the server counts durably, so a restart does not start these at zero,
+    # but a replaced folder may; a counter would promise more than we know.
+    family = GaugeMetricFamily(f"diloco_{name}", meaning, labels=labels)
+    for values, number in rows:
+        if number is not None:
+            family.add_metric(values, number)
+    return family
+
+
+def _at(document: Any, *path: str) -> float | None:
+    for key in path:
+        document = document.get(key) if isinstance(document, Mapping) else None
+    return float(document) if isinstance(document, (int, float)) else None

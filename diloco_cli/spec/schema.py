@@ -1,0 +1,180 @@
+"""The run spec: one file that describes a whole run.
+
+Sections are frozen and refuse unknown keys. A spec that loads is a spec that can
+run: whatever can be checked without a network or an accelerator is checked here
+or, for things named by `kind`, in `assemble`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from diloco_cli.spec.rules import Conflicts, conflicts
+
+
+def _not_a_switch(value: Any) -> Any:
+    # Python counts True as 1, so `batch: true` would otherwise train with a batch of one.
+    if isinstance(value, bool):
+        raise ValueError("needs a number")
+    return value
+
+
+Choice = dict[str, Any]
+"""A mapping with a `kind` and that kind's options; resolved by the registry that owns the kind."""
+
+Int = Annotated[int, BeforeValidator(_not_a_switch)]
+Float = Annotated[float, BeforeValidator(_not_a_switch)]
+PositiveInt = Annotated[Int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?$")]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+
+class BudgetSpec(Section):
+    """How much to train."""
+
+    tokens: PositiveInt
+    """Merged tokens of all regions together."""
+
+
+class InnerSpec(Section):
+    """What one region does between two exchanges."""
+
+    batch: PositiveInt = 16
+    """Sequences in one inner step."""
+
+    sequence: Annotated[Int, Field(ge=8)] = 128
+    """Tokens in one sequence."""
+
+    accumulate: PositiveInt = 1
+    """Micro-batches a step is cut into, to save memory."""
+
+    clip: Annotated[Float, Field(gt=0)] = 1.0
+    """Largest norm of the gradient of one inner step."""
+
+    optimizer: Choice = {"kind": "adamw", "lr": 3.0e-3}
+    schedule: Choice = {"kind": "cosine", "warmup": 50}
+
+
+class RegionSpec(Section):
+    """One site that trains."""
+
+    name: Name
+    data: dict[str, Any] | None = None
+    """Replaces the run's `data` here; data never leaves its region."""
+
+    inner: dict[str, Any] | None = None
+    """Changes single keys of the run's `inner` here, for example `{batch: 8}`."""
+
+    devices: PositiveInt | None = None
+    """Accelerators to use; all that are visible when left out."""
+
+    speed: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """For rehearsals: train at this share of the possible speed."""
+
+
+class GraceSpec(Section):
+    """How long a round that has its quorum still waits for the other live regions."""
+
+    kind: Literal["adaptive", "fixed", "none"] = "adaptive"
+    margin: Annotated[Float, Field(gt=0, le=1)] = 0.5
+    """adaptive: share of the time at hand that may be spent waiting."""
+
+    seconds: Annotated[Float, Field(ge=0)] = 30.0
+    """fixed: the window itself."""
+
+
+class SyncSpec(Section):
+    """When fragments travel and when a round may close."""
+
+    fragments: PositiveInt = 4
+    every: PositiveInt = 24
+    """Inner steps between two exchanges of one fragment."""
+
+    overlap: Annotated[Int, Field(ge=0)] = 2
+    """Inner steps a region may make while a fragment travels; 0 waits for the answer."""
+
+    quorum: PositiveInt = 1
+    """Contributions a round needs before it may close at all."""
+
+    grace: GraceSpec = GraceSpec()
+    staleness: Annotated[Int, Field(ge=0)] = 2
+    """Versions a contribution may lag behind before it is returned (never under `adopt: rebase`)."""
+
+    adopt: Literal["rebase", "replace", "blend"] = "rebase"
+    """What happens to unmerged work when a new version arrives: kept, dropped, or scaled by `blend`."""
+
+    blend: Annotated[Float, Field(gt=0, lt=1)] = 0.5
+    """adopt: blend keeps this share of the unmerged work."""
+
+    @property
+    def alpha(self) -> float:
+        return {"rebase": 1.0, "replace": 0.0, "blend": self.blend}[self.adopt]
+
+
+class WireSpec(Section):
+    """What travels."""
+
+    up: Choice = {"kind": "int4", "block": 512}
+    down: Choice = {"kind": "int8", "block": 512}
+    zstd: Annotated[Int, Field(ge=1, le=19)] = 1
+    """Compression level; 1 was measured to be as small as any."""
+
+
+class ServerSpec(Section):
+    """The aggregation server."""
+
+    listen: str = "127.0.0.1:0"
+    """HOST:PORT; port 0 takes a free one."""
+
+    store: Choice = {"kind": "folder"}
+    lease: Annotated[Float, Field(gt=0)] = 10.0
+    """Seconds without a heartbeat after which a region counts as gone."""
+
+
+class EvaluateSpec(Section):
+    """The held-out loss of the global weights."""
+
+    every: PositiveInt = 4
+    """Outer steps of the whole model between two evaluations."""
+
+    batches: PositiveInt = 8
+    """Batches of held-out text in one evaluation."""
+
+    region: Name | None = None
+    """Who evaluates; the first live region when left out."""
+
+
+class RunSpec(Section):
+    spec: Literal[1]
+    name: Name
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
+    budget: BudgetSpec
+    model: Choice = {"kind": "decoder", "size": "tiny"}
+    data: Choice = {"kind": "python-source"}
+    inner: InnerSpec = InnerSpec()
+    regions: Annotated[tuple[RegionSpec, ...], Field(min_length=1)]
+    sync: SyncSpec = SyncSpec()
+    merge: Choice = {"kind": "radial"}
+    outer: Choice = {"kind": "nesterov", "lr": 0.4, "momentum": 0.9}
+    wire: WireSpec = WireSpec()
+    server: ServerSpec = ServerSpec()
+    evaluate: EvaluateSpec = EvaluateSpec()
+    export: dict[str, Any] | None = None
+    chaos: dict[str, Any] | None = None
+    plugins: tuple[str, ...] = ()
+
+    def region(self, name: str) -> RegionSpec:
+        return next(region for region in self.regions if region.name == name)
+
+    def inner_of(self, name: str) -> InnerSpec:
+        """Says how this region trains: the run's `inner` with the region's own keys on top."""
+        own = self.region(name).inner or {}
+        return InnerSpec.model_validate({**self.inner.model_dump(), **own})
+
+    def data_of(self, name: str) -> Choice:
+        return self.region(name).data or self.data

@@ -1,0 +1,99 @@
+"""Figures are pure folds; what is unknown is left out rather than shown as zero."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from diloco_cli.observe.events import Event
+from diloco_cli.observe.metrics import (
+    METRICS,
+    bits_per_parameter,
+    goodput,
+    last_known,
+    prometheus_text,
+    seconds_left,
+    staleness,
+    unaccounted,
+)
+
+STATUS = {
+    "run": "r1",
+    "state": "training",
+    "outer_steps": 12,
+    "tokens": {"budget": 1000, "applied": 400, "pending": 50, "refused": 0, "discarded": 0},
+    "loss": {"heldout": None, "train": 3.25},
+    "wire": {"bits_per_parameter_up": 3.2, "bits_per_parameter_down": None, "bytes_up": 9},
+    "goodput": 0.8,
+    "regions": [
+        {"name": "paris", "alive": True, "training": False, "step": 7, "loss": None},
+        {"name": 'odd"name', "alive": False, "share": 0.25},
+    ],
+}
+
+
+def samples(status):
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(prometheus_text(status))
+        for sample in family.samples
+    }
+
+
+def test_bits_and_goodput_are_unknown_before_anything_moved():
+    assert bits_per_parameter(0, 0) is None and goodput(0, 0) is None
+    assert bits_per_parameter(400, 1000) == pytest.approx(3.2)
+    assert goodput(90, 100) == pytest.approx(0.9)
+
+
+def test_staleness_is_that_of_the_furthest_fragment_and_never_negative():
+    assert staleness([5, 5, 5], [5, 3, 6]) == 2
+    assert staleness([], []) == 0
+
+
+def test_every_trained_token_needs_a_fate():
+    fates = {"trained": 100, "applied": 70, "pending": 20, "refused": 4, "discarded": 6}
+    assert unaccounted(fates) == 0
+    assert unaccounted({**fates, "applied": 69}) == 1
+
+
+def test_time_left_follows_the_recent_rate_and_is_unknown_while_nothing_is_applied():
+    assert seconds_left([(0, 0), (10, 100)], 400) == pytest.approx(30)
+    assert seconds_left([(0, 100), (10, 100)], 400) is None
+    assert seconds_left([(0, 0)], 400) is None
+    assert seconds_left([(0, 0), (10, 500)], 400) == 0
+
+
+def test_prometheus_shows_what_is_known_and_leaves_out_what_is_not():
+    found = samples(STATUS)
+    assert found["diloco_tokens", "applied"] == 400
+    assert found["diloco_state", "training"] == 1 and found["diloco_state", "finished"] == 0
+    assert found["diloco_region_alive", "paris"] == 1
+    assert found["diloco_region_share_ratio", 'odd"name'] == 0.25
+    assert ("diloco_loss_heldout",) not in found
+    assert ("diloco_region_loss", "paris") not in found
+
+
+def test_an_empty_document_is_still_valid_prometheus_text():
+    assert samples({})["diloco_state", "waiting"] == 0
+
+
+def test_every_metric_shown_is_listed():
+    assert {name for name, *_ in samples(STATUS)} <= set(METRICS)
+
+
+def test_the_run_log_alone_tells_the_last_known_state():
+    def at(kind, **fields):
+        return Event(kind, "server", 5.0, 1.0, fields)
+
+    log = [
+        at("server-started", url="http://127.0.0.1:1"),
+        at("joined", region="paris"),
+        at("joined", region="tokyo"),
+        at("published", fragment=0, version=1),
+        at("evaluated", loss=2.5),
+        at("lapsed", region="tokyo"),
+        at("run-stopped", why="asked"),
+    ]
+    known = last_known(log)
+    assert known["state"] == "stopped" and known["outer_steps"] == 1
+    assert known["loss"]["heldout"] == 2.5
+    assert known["regions"] == {"paris": "joined", "tokyo": "lapsed"}
