@@ -15,6 +15,7 @@ Rounding needs no residual of its own: what the codec lost simply stays in `held
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -145,6 +146,23 @@ def may_answer(book: Book, called: int | None) -> bool:
     if called is None or called < book.version or book.flight is not None:
         return False
     return book.held.steps >= 1 and book.held.tokens > 0
+
+
+def waits_for(books: Sequence[Book], calls: Mapping[int, int]) -> int | None:
+    """Names the fragment whose next version must come before the next inner step (overlap 0).
+
+    A region may lose what it held of one fragment in a crash while the frame of another
+    flies. If it waited then, an open call for the first would never get its answer, and
+    two such regions would wait for each other for ever.
+    """
+    for number, called in calls.items():
+        book = books[number]
+        if called >= book.version and book.flight is None and book.held.steps < 1:
+            return None
+    for number, book in enumerate(books):
+        if book.flight and book.flight.base == book.version:
+            return number
+    return None
 
 
 def post(book: Book, clock: int) -> tuple[Book, int]:

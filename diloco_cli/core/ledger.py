@@ -92,6 +92,8 @@ class Ledger:
         return max(decided, default=-1)
 
     def calls(self) -> dict[int, int]:
+        if self.finished:
+            return {}  # A round that nobody answered stays open; it asks for nothing any more.
         return {f: slot.version for f, slot in enumerate(self.slots) if slot.phase == "called"}
 
     def applied(self, sizes: Sequence[int]) -> float:

@@ -168,7 +168,7 @@ def called(round: Round, *, need: int, usual: Seconds, grace: Seconds, now: Seco
 def joined(round: Round, region: str, *, need: int, now: Seconds) -> Round:
     grown = replace(round, members=(*round.members, region))
     # The window starts once, when the quorum is met: late arrivals never extend it.
-    met = grown.called_at is not None and grown.met_at is None and len(grown.members) >= need
+    met = grown.called_at is not None and len(round.members) < need <= len(grown.members)
     return replace(grown, met_at=now) if met else grown
 
 
@@ -205,7 +205,9 @@ def decide(
     if not owing:
         return Close("every live region has arrived", members)
 
-    met_at = round.met_at if round.met_at is not None else now
+    # The end lowers `need` under an open round: its members then count from the call on.
+    # Counting from `now` would move the deadline away at every look.
+    met_at = round.met_at if round.met_at is not None else round.called_at
     deadline = max(met_at, round.floor) + round.grace
     if now >= deadline:
         return Close(f"grace window over without {', '.join(owing)}", members)

@@ -1,0 +1,83 @@
+"""Is this pseudo-gradient fit to merge?
+
+One bad contribution would spoil the weights of every region, and for ever: momentum
+remembers. So each is looked at before it is accepted: every value finite, none absurd,
+and a length in keeping with what this fragment has seen lately. The answer is None or a
+reason with values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from diloco_cli.core.fragments import Fragment, Piece, norm, spans
+
+WINDOW = 32
+"""Norms remembered for each fragment."""
+
+ENOUGH = 8
+"""Norms that must be known before any is called too large."""
+
+LARGEST = 1e15
+"""No training moves one weight this far. Far enough from float32's limit (3e38) that sums
+and momentum of what passes stay finite, also before any usual norm is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The norms of one fragment's latest accepted contributions."""
+
+    recent: tuple[float, ...] = ()
+
+    def seen(self, norm: float) -> Norms:
+        """Adds the norm of an accepted contribution. A zero says nothing about the usual size."""
+        return Norms((*self.recent, norm)[-WINDOW:]) if norm > 0 else self
+
+    @property
+    def usual(self) -> float | None:
+        """The median, once there is enough to tell."""
+        return median(self.recent) if len(self.recent) >= ENOUGH else None
+
+
+def inspect(
+    delta: np.ndarray, fragment: Fragment, norms: Norms, *, limit: float = 20.0
+) -> str | None:
+    """Says why a contribution must not be merged, or None if it may."""
+    length = norm(delta)
+    if not math.isfinite(length):
+        return _not_finite(delta, fragment)
+    if length > LARGEST and (absurd := _absurd(delta, fragment)):
+        return absurd
+    usual = norms.usual
+    if usual is not None and length > limit * usual:
+        return (
+            f"its norm is {length:.4g}, the usual one here is {usual:.4g}; "
+            f"more than {limit:g} times that is refused"
+        )
+    return None
+
+
+def _not_finite(delta: np.ndarray, fragment: Fragment) -> str:
+    for piece in fragment.pieces:
+        values = delta[piece.span]
+        bad = sum(int(np.count_nonzero(~np.isfinite(values[span]))) for span in spans(values.size))
+        if bad:
+            return f"{bad} of {values.size} values of {_called(piece)} are not finite"
+    raise ValueError(f"fragment {fragment.number} has {fragment.size} values, not {delta.size}")
+
+
+def _absurd(delta: np.ndarray, fragment: Fragment) -> str | None:
+    for piece in fragment.pieces:
+        values = delta[piece.span]
+        largest = max(float(np.max(np.abs(values[span]))) for span in spans(values.size))
+        if largest > LARGEST:
+            return f"{_called(piece)} has a value of {largest:.4g}; above {LARGEST:g} is refused"
+    return None
+
+
+def _called(piece: Piece) -> str:
+    return f"{piece.tensor} (rows {piece.start}:{piece.stop})"

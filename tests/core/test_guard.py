@@ -1,0 +1,81 @@
+"""What is not finite, absurd or far too long is turned away with a reason; the rest is not."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from diloco_cli.core.fragments import Fragment, Piece
+from diloco_cli.core.guard import ENOUGH, WINDOW, Norms, inspect
+
+TWO_TENSORS = Fragment(0, (Piece("embed", 5, 9, (4, 2), 0, True), Piece("w", 0, 4, (4,), 8)))
+USUAL = Norms((1.0,) * ENOUGH)
+
+
+def delta(length: float = 1.0) -> np.ndarray:
+    return np.full(12, length / np.sqrt(12), np.float32)
+
+
+def test_an_ordinary_contribution_is_fit():
+    assert inspect(delta(), TWO_TENSORS, USUAL) is None
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_value_that_is_not_finite_is_refused_by_the_name_of_its_tensor(bad):
+    spoiled = delta()
+    spoiled[10] = bad
+    assert inspect(spoiled, TWO_TENSORS, USUAL) == "1 of 4 values of w (rows 0:4) are not finite"
+
+
+def test_rows_of_a_split_tensor_are_named():
+    why = inspect(np.full(12, np.nan, np.float32), TWO_TENSORS, Norms())
+    assert why == "8 of 8 values of embed (rows 5:9) are not finite"
+
+
+def test_a_length_beyond_the_limit_is_refused_with_both_numbers():
+    why = inspect(delta(21), TWO_TENSORS, USUAL)
+    assert why and "its norm is 21, the usual one here is 1; more than 20 times" in why
+    assert inspect(delta(19), TWO_TENSORS, USUAL) is None
+    assert inspect(delta(19), TWO_TENSORS, USUAL, limit=10) is not None
+
+
+def test_nothing_is_too_long_before_the_usual_length_is_known():
+    few = Norms((1.0,) * (ENOUGH - 1))
+    assert inspect(delta(1e6), TWO_TENSORS, few) is None
+    assert inspect(delta(1e6), TWO_TENSORS, few.seen(1.0)) is not None
+
+
+def test_a_value_near_the_limit_of_float32_is_refused_even_then():
+    spoiled = delta()
+    spoiled[9] = 1e30
+    why = inspect(spoiled, TWO_TENSORS, Norms())
+    assert why and why.startswith("w (rows 0:4) has a value of 1e+30")
+
+
+def test_one_outlier_does_not_move_the_usual_length():
+    assert USUAL.seen(1e9).usual == 1.0
+
+
+def test_the_usual_length_follows_the_latest():
+    norms = USUAL
+    for _ in range(WINDOW):
+        norms = norms.seen(0.01)
+    assert norms.usual == 0.01 and len(norms.recent) == WINDOW
+
+
+def test_silence_says_nothing_about_the_usual_length():
+    norms = Norms()
+    for _ in range(WINDOW):
+        norms = norms.seen(0.0)
+    assert norms.usual is None
+    assert inspect(np.zeros(12, np.float32), TWO_TENSORS, USUAL) is None
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.float32, 12, elements=st.floats(width=32)))
+def test_whatever_passes_is_finite(values):
+    if inspect(values, TWO_TENSORS, Norms()) is None:
+        assert np.isfinite(values).all()
+    else:
+        assert not (np.abs(values) <= 1e15).all()
