@@ -21,6 +21,8 @@ from typing import ClassVar
 
 
 class DilocoError(Exception):
+    """Something went wrong that a person can do something about."""
+
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
@@ -33,15 +35,19 @@ class DilocoError(Exception):
 
 
 class RunFailed(DilocoError):
+    """The run failed."""
+
     exit_code = 1
 
 
 class SpecError(DilocoError):
+    """The run spec, the command or the folder is wrong."""
+
     exit_code = 2
 
 
 class RegistryError(SpecError):
-    """A choice that does not exist; `key` is the option at fault, empty for the kind itself."""
+    """A choice that does not exist; `key` is the option at fault, dotted where it is nested."""
 
     def __init__(self, message: str, *, hint: str | None = None, key: str = "kind") -> None:
         super().__init__(message, hint=hint)
@@ -49,16 +55,24 @@ class RegistryError(SpecError):
 
 
 class WireError(DilocoError):
+    """Bytes from the other side cannot be trusted."""
+
     exit_code = 3
 
 
 class LinkError(DilocoError):
+    """The other side cannot be reached."""
+
     exit_code = 4
 
 
 class StoreError(DilocoError):
+    """Durable state is missing or damaged."""
+
     exit_code = 5
 
 
 class QuorumLost(DilocoError):
+    """Too few regions are left for any round to close."""
+
     exit_code = 6

@@ -7,11 +7,11 @@ or, for things named by `kind`, in `assemble`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from diloco_cli.spec.rules import Conflicts, conflicts
+from diloco_cli.spec.rules import Conflicts, Path, conflicts
 
 
 def _not_a_switch(value: Any) -> Any:
@@ -57,13 +57,22 @@ class InnerSpec(Section):
     """Largest norm of the gradient of one inner step."""
 
     optimizer: Choice = {"kind": "adamw", "lr": 3.0e-3}
+    """What turns gradients into steps; `diloco explain optimizer` lists the kinds."""
+
     schedule: Choice = {"kind": "cosine", "warmup": 50}
+    """How the learning rate moves over the run; `diloco explain schedule` lists the kinds."""
+
+    def changed(self, own: dict[str, Any] | None) -> InnerSpec:
+        """Says how a region trains that changes these keys."""
+        return InnerSpec.model_validate({**self.model_dump(), **(own or {})})
 
 
 class RegionSpec(Section):
     """One site that trains."""
 
     name: Name
+    """What the region is called in commands, folders and reports."""
+
     data: dict[str, Any] | None = None
     """Replaces the run's `data` here; data never leaves its region."""
 
@@ -81,6 +90,8 @@ class GraceSpec(Section):
     """How long a round that has its quorum still waits for the other live regions."""
 
     kind: Literal["adaptive", "fixed", "none"] = "adaptive"
+    """Follow the regions' usual pace, wait a fixed time, or close at once."""
+
     margin: Annotated[Float, Field(gt=0, le=1)] = 0.5
     """adaptive: share of the time at hand that may be spent waiting."""
 
@@ -92,6 +103,8 @@ class SyncSpec(Section):
     """When fragments travel and when a round may close."""
 
     fragments: PositiveInt = 4
+    """Slices of the model that travel one after the other, so the link is never idle for long."""
+
     every: PositiveInt = 24
     """Inner steps between two exchanges of one fragment."""
 
@@ -102,11 +115,15 @@ class SyncSpec(Section):
     """Contributions a round needs before it may close at all."""
 
     grace: GraceSpec = GraceSpec()
+    """How long a round that has its quorum still waits for the other live regions."""
+
     staleness: Annotated[Int, Field(ge=0)] = 2
-    """Versions a contribution may lag behind before it is returned (never under `adopt: rebase`)."""
+    """Versions a contribution may lag behind before it is returned; under `adopt: rebase` old
+    work is always welcome."""
 
     adopt: Literal["rebase", "replace", "blend"] = "rebase"
-    """What happens to unmerged work when a new version arrives: kept, dropped, or scaled by `blend`."""
+    """What happens to unmerged work when a new version arrives: kept, dropped, or scaled by
+    `blend`."""
 
     blend: Annotated[Float, Field(gt=0, lt=1)] = 0.5
     """adopt: blend keeps this share of the unmerged work."""
@@ -120,7 +137,11 @@ class WireSpec(Section):
     """What travels."""
 
     up: Choice = {"kind": "int4", "block": 512}
+    """Codec of contributions, region to server; `diloco explain codec` lists the kinds."""
+
     down: Choice = {"kind": "int8", "block": 512}
+    """Codec of new versions, server to regions."""
+
     zstd: Annotated[Int, Field(ge=1, le=19)] = 1
     """Compression level; 1 was measured to be as small as any."""
 
@@ -129,9 +150,11 @@ class ServerSpec(Section):
     """The aggregation server."""
 
     listen: str = "127.0.0.1:0"
-    """HOST:PORT; port 0 takes a free one."""
+    """HOST:PORT of this machine only; port 0 takes a free one."""
 
     store: Choice = {"kind": "folder"}
+    """Where the server keeps what must survive a crash."""
+
     lease: Annotated[Float, Field(gt=0)] = 10.0
     """Seconds without a heartbeat after which a region counts as gone."""
 
@@ -150,31 +173,88 @@ class EvaluateSpec(Section):
 
 
 class RunSpec(Section):
+    """One file that describes a whole run."""
+
     spec: Literal[1]
+    """Version of this format."""
+
     name: Name
+    """What the run is called; its folder is `runs/NAME`."""
+
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
+    """Initial weights and the order of the data follow from it."""
+
     budget: BudgetSpec
+    """How much to train."""
+
     model: Choice = {"kind": "decoder", "size": "tiny"}
+    """What is trained; `diloco explain model` lists the kinds."""
+
     data: Choice = {"kind": "python-source"}
+    """What it is trained on; `diloco explain data` lists the kinds."""
+
     inner: InnerSpec = InnerSpec()
+    """What one region does between two exchanges."""
+
     regions: Annotated[tuple[RegionSpec, ...], Field(min_length=1)]
+    """The sites that train."""
+
     sync: SyncSpec = SyncSpec()
+    """When fragments travel and when a round may close."""
+
     merge: Choice = {"kind": "radial"}
+    """How contributions become one; `diloco explain merge` lists the kinds."""
+
     outer: Choice = {"kind": "nesterov", "lr": 0.4, "momentum": 0.9}
+    """How what was merged moves the global weights; `diloco explain outer` lists the kinds."""
+
     wire: WireSpec = WireSpec()
+    """What travels."""
+
     server: ServerSpec = ServerSpec()
+    """The aggregation server."""
+
     evaluate: EvaluateSpec = EvaluateSpec()
+    """The held-out loss of the global weights."""
+
     export: dict[str, Any] | None = None
+    """Reserved; must be empty in this version."""
+
     chaos: dict[str, Any] | None = None
+    """Reserved; must be empty in this version."""
+
     plugins: tuple[str, ...] = ()
+    """Python modules imported before kinds are resolved, so that they can register their own."""
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        if faults := conflicts(self):
+            raise Conflicts(self, faults)
+        return self
 
     def region(self, name: str) -> RegionSpec:
         return next(region for region in self.regions if region.name == name)
 
     def inner_of(self, name: str) -> InnerSpec:
         """Says how this region trains: the run's `inner` with the region's own keys on top."""
-        own = self.region(name).inner or {}
-        return InnerSpec.model_validate({**self.inner.model_dump(), **own})
+        return self.inner.changed(self.region(name).inner)
 
     def data_of(self, name: str) -> Choice:
         return self.region(name).data or self.data
+
+
+def keys_at(path: Path) -> list[str]:
+    """Lists the keys the section at this path has; none where a kind decides."""
+    model: type[BaseModel] | None = RunSpec
+    for step in path:
+        if model is not None and isinstance(step, str):
+            field = model.model_fields.get(step)
+            model = _section(field.annotation) if field else None
+    return list(model.model_fields) if model else []
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    found = (_section(inner) for inner in get_args(annotation))
+    return next((section for section in found if section), None)

@@ -1,0 +1,204 @@
+"""The composition root: a run spec becomes live objects.
+
+Only here do names meet the things they name. Everything is importable without JAX;
+a model or an optimizer loads it when it is told to train.
+
+    RunSpec ──seams──▶ codecs, merge rule, outer optimiser, model ──cut──▶ layout
+                  ╰──▶ or every fault at once, each at its key
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+from diloco_cli.core.fragments import Layout, cut
+from diloco_cli.core.merge import MergeRule, merge_rules
+from diloco_cli.core.outer import OuterOptimiser, outer_optimisers
+from diloco_cli.errors import RegistryError
+from diloco_cli.registry import Registry
+from diloco_cli.server.store import stores
+from diloco_cli.spec.load import Loaded, load_spec
+from diloco_cli.spec.resolved import resolved
+from diloco_cli.spec.rules import Fault, Path
+from diloco_cli.spec.schema import Choice, RunSpec
+from diloco_cli.wire.codec import Codec, codecs
+from diloco_cli.worker.data import datasets, tokenizers
+from diloco_cli.worker.models import Model, models
+from diloco_cli.worker.optimizers import optimizers, schedules
+
+SEAMS: dict[str, Registry[Any]] = {
+    "codec": codecs,
+    "merge": merge_rules,
+    "outer": outer_optimisers,
+    "model": models,
+    "data": datasets,
+    "tokenizer": tokenizers,
+    "optimizer": optimizers,
+    "schedule": schedules,
+    "store": stores,
+}
+"""What can be chosen by `kind`, under the names `diloco explain` knows."""
+
+SHARED = ("spec", "name", "seed", "budget", "model", "sync", "merge", "outer", "wire")
+"""What every process of a run must agree on; data, inner steps and devices are a region's own."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the numbers of a run are made with."""
+
+    model: Model
+    layout: Layout
+    up: Codec
+    down: Codec
+    merge: MergeRule
+    outer: OuterOptimiser
+
+
+def load_run(path: str | FilePath, overrides: Sequence[str] = ()) -> Loaded:
+    """Loads a spec whose every name exists, or raises all that is wrong with it."""
+    return load_spec(path, overrides, also=faults)
+
+
+def check(loaded: Loaded) -> None:
+    """Raises what only the kinds themselves can say about a spec that loads."""
+    loaded.refuse(faults(loaded.spec))
+
+
+def resolve(spec: RunSpec) -> Parts:
+    """Makes the parts that server and workers share."""
+    load_plugins(spec)
+    model = models.build(spec.model)
+    return Parts(
+        model,
+        cut(model.tensors(), spec.sync.fragments),
+        codecs.build(spec.wire.up),
+        codecs.build(spec.wire.down),
+        merge_rules.build(spec.merge),
+        outer_optimisers.build(spec.outer),
+    )
+
+
+def load_plugins(spec: RunSpec) -> None:
+    """Imports the run's plugins, so that the kinds they register can be named."""
+    for name in spec.plugins:
+        importlib.import_module(name)
+
+
+def faults(spec: RunSpec) -> list[Fault]:
+    """Lists what is wrong with the kinds a spec names, and with how they fit together."""
+    found = list(_plugin_faults(spec))
+    built: dict[Path, Any] = {}
+    for path, registry, asked in _choices(spec):
+        built[path], errors = registry.inspect(asked)
+        found += [_misnamed(path, error) for error in errors]
+    found += _layout_faults(spec, built["model",])
+    found += _vocabulary_faults(built)
+    return found
+
+
+def _plugin_faults(spec: RunSpec) -> Iterator[Fault]:
+    for number, name in enumerate(spec.plugins):
+        try:
+            importlib.import_module(name)
+        # A plugin is somebody else's code: whatever it raises is news about the plugin.
+        except Exception as error:
+            yield Fault(
+                ("plugins", number),
+                f"{name!r} cannot be imported: {type(error).__name__}: {error}",
+                "Install it in the environment that runs diloco, or remove it.",
+            )
+
+
+def _choices(spec: RunSpec) -> Iterator[tuple[Path, Registry[Any], Choice]]:
+    """Yields every place of a spec where a kind is chosen."""
+    yield ("model",), models, spec.model
+    yield ("data",), datasets, spec.data
+    yield ("inner", "optimizer"), optimizers, spec.inner.optimizer
+    yield ("inner", "schedule"), schedules, spec.inner.schedule
+    yield ("merge",), merge_rules, spec.merge
+    yield ("outer",), outer_optimisers, spec.outer
+    yield ("wire", "up"), codecs, spec.wire.up
+    yield ("wire", "down"), codecs, spec.wire.down
+    yield ("server", "store"), stores, spec.server.store
+    for number, region in enumerate(spec.regions):
+        if region.data is not None:
+            yield ("regions", number, "data"), datasets, region.data
+        for key, registry in (("optimizer", optimizers), ("schedule", schedules)):
+            own = (region.inner or {}).get(key)
+            if isinstance(own, dict):
+                yield ("regions", number, "inner", key), registry, own
+
+
+def _misnamed(path: Path, error: RegistryError) -> Fault:
+    steps = [int(step) if step.isdigit() else step for step in error.key.split(".")]
+    on_key = steps[-1] != "kind"
+    return Fault((*path, *steps), error.message, error.hint, on_key=on_key)
+
+
+def _layout_faults(spec: RunSpec, model: Model | None) -> Iterator[Fault]:
+    if model is None:
+        return
+    try:
+        cut(model.tensors(), spec.sync.fragments)
+    except ValueError as error:
+        yield Fault(
+            ("sync", "fragments"),
+            f"is {spec.sync.fragments}, more than this model can fill: {error}",
+            "Lower sync.fragments, or choose a larger model.",
+            (("model",),),
+        )
+
+
+def _vocabulary_faults(built: dict[Path, Any]) -> Iterator[Fault]:
+    most = getattr(built["model",], "vocabulary", None)
+    for path, thing in built.items():
+        size = getattr(thing, "vocabulary", None) if path[-1] == "data" else None
+        if most is not None and size is not None and size > most:
+            yield Fault(
+                ("model", "vocabulary"),
+                f"is {most} but the tokenizer of {path[0]} makes {size} different tokens",
+                f"Set model.vocabulary to {size} or more.",
+                (path,),
+            )
+
+
+def spelled_out(spec: RunSpec) -> RunSpec:
+    """Gives the same run with every option of every kind written down."""
+    load_plugins(spec)
+    data = resolved(spec)
+    for path, registry, asked in _choices(spec):
+        at: Any = data
+        for step in path[:-1]:
+            at = at[step]
+        at[path[-1]] = {"kind": asked["kind"], **_options(registry.build(asked))}
+    return RunSpec.model_validate(data)
+
+
+def _options(built: Any) -> dict[str, Any]:
+    fields = [field for field in dataclasses.fields(cast(Any, built)) if field.init]
+    values = {field.name: getattr(built, field.name) for field in fields}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def shared_settings(spec: RunSpec) -> dict[str, Any]:
+    """Gives what every process of the run must have in common, as plain data."""
+    everything = resolved(spelled_out(spec))
+    return {key: everything[key] for key in SHARED}
+
+
+def shared_digest(spec: RunSpec) -> str:
+    """Names the shared settings: equal digests mean runs that can be merged."""
+    text = json.dumps(shared_settings(spec), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

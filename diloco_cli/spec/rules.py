@@ -1,0 +1,254 @@
+"""Which combinations of keys describe a run that cannot work?
+
+A rule looks at a whole spec and yields a fault for each contradiction it finds, so all
+of them are reported together. A fault names the keys involved, their values and the
+consequence; its hint is the way out. No rule looks inside a `kind`: that is for
+`assemble`, which knows the kinds.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from diloco_cli.registry import in_words, nearest
+
+if TYPE_CHECKING:
+    from diloco_cli.spec.schema import InnerSpec, RunSpec
+
+Path = tuple[str | int, ...]
+"""Where a value sits in the spec: `("regions", 0, "speed")`."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    path: Path
+    message: str
+    hint: str | None = None
+    beside: tuple[Path, ...] = ()
+    """The other keys the message is about."""
+
+    on_key: bool = False
+    """The key itself is wrong, rather than its value."""
+
+
+class Conflicts(ValueError):
+    """Every contradiction of one spec; pydantic carries it to whoever asked for the spec."""
+
+    def __init__(self, spec: RunSpec, faults: Sequence[Fault]) -> None:
+        super().__init__("; ".join(f"{dotted(fault.path)}: {fault.message}" for fault in faults))
+        self.spec, self.faults = spec, tuple(faults)
+
+
+def dotted(path: Path) -> str:
+    return ".".join(str(step) for step in path)
+
+
+def conflicts(spec: RunSpec) -> list[Fault]:
+    """Lists every contradiction between the keys of a spec."""
+    return [fault for rule in RULES for fault in rule(spec)]
+
+
+def _regions_differ(spec: RunSpec) -> Iterator[Fault]:
+    seen: dict[str, int] = {}
+    for number, region in enumerate(spec.regions):
+        first = seen.setdefault(region.name, number)
+        if first != number:
+            yield Fault(
+                ("regions", number, "name"),
+                f"is {region.name!r}, as regions.{first}.name already is, so the two would "
+                "overwrite each other's work",
+                "Give every region a name of its own.",
+                (("regions", first, "name"),),
+            )
+
+
+def _quorum_is_reachable(spec: RunSpec) -> Iterator[Fault]:
+    quorum, count = spec.sync.quorum, len(spec.regions)
+    if quorum > count:
+        yield Fault(
+            ("sync", "quorum"),
+            f"is {quorum} but regions lists {count}, so no round could ever close",
+            f"Set sync.quorum to {count} or less, or list more regions.",
+            (("regions",),),
+        )
+
+
+def _fragments_take_turns(spec: RunSpec) -> Iterator[Fault]:
+    sync = spec.sync
+    if sync.fragments > sync.every:
+        yield Fault(
+            ("sync", "fragments"),
+            f"is {sync.fragments} but sync.every is {sync.every}, so several fragments would fall "
+            "due at the same inner step instead of taking turns",
+            f"Set sync.fragments to {sync.every} or less, or sync.every to {sync.fragments} "
+            "or more.",
+            (("sync", "every"),),
+        )
+
+
+def _answers_come_before_the_next_send(spec: RunSpec) -> Iterator[Fault]:
+    sync = spec.sync
+    if sync.overlap >= sync.every:
+        yield Fault(
+            ("sync", "overlap"),
+            f"is {sync.overlap} but sync.every is {sync.every}, so a fragment would be due again "
+            "before the answer to its last exchange is expected",
+            f"Set sync.overlap below {sync.every}, or raise sync.every.",
+            (("sync", "every"),),
+        )
+
+
+def _budget_holds_one_round(spec: RunSpec) -> Iterator[Fault]:
+    steps = sorted(inner.batch * inner.sequence for _, inner in _inners(spec))
+    quorum, every, tokens = spec.sync.quorum, spec.sync.every, spec.budget.tokens
+    # The cheapest round there is: the regions with the smallest batches make the quorum.
+    least = every * sum(steps[:quorum])
+    if len(steps) >= quorum and tokens < least:
+        owns = [("regions", number, "inner") for number in range(len(spec.regions))]
+        yield Fault(
+            ("budget", "tokens"),
+            f"is {tokens} but one round takes at least {least} (sync.quorum {quorum} × "
+            f"sync.every {every} × batch × sequence), so the run would end before anything is "
+            "merged",
+            f"Set budget.tokens to {least} or more, or lower sync.every, inner.batch or "
+            "inner.sequence.",
+            (("sync", "quorum"), ("sync", "every"), *_STEP_SIZE, *owns),
+        )
+
+
+def _batches_divide(spec: RunSpec) -> Iterator[Fault]:
+    asked: list[tuple[Path, InnerSpec]] = [(("inner", "batch"), spec.inner)]
+    for path, inner in _inners(spec):
+        own = spec.regions[path[1]].inner or {}
+        asked += [((*path, key), inner) for key in ("accumulate", "batch") if key in own][-1:]
+    for path, inner in asked:
+        if inner.batch % inner.accumulate:
+            yield Fault(
+                path,
+                f"batch {inner.batch} cannot be cut into accumulate {inner.accumulate} equal parts",
+                "Make batch a multiple of accumulate.",
+                (("inner", "batch"), ("inner", "accumulate")),
+            )
+
+
+def _regions_change_known_keys(spec: RunSpec) -> Iterator[Fault]:
+    for number, region in enumerate(spec.regions):
+        try:
+            spec.inner.changed(region.inner)
+        except ValidationError as error:
+            for detail in error.errors():
+                message, hint = in_words(detail, list(type(spec.inner).model_fields))
+                path = ("regions", number, "inner", *detail["loc"])
+                unknown = detail["type"] == "extra_forbidden"
+                yield Fault(path, message, hint, on_key=unknown)
+
+
+def _inners(spec: RunSpec) -> Iterator[tuple[tuple[str, int, str], InnerSpec]]:
+    """Yields how each region trains, as far as that can be read."""
+    for number, region in enumerate(spec.regions):
+        try:
+            yield ("regions", number, "inner"), spec.inner.changed(region.inner)
+        except ValidationError:
+            continue  # `_regions_change_known_keys` says why.
+
+
+def _the_evaluator_exists(spec: RunSpec) -> Iterator[Fault]:
+    names = [region.name for region in spec.regions]
+    asked = spec.evaluate.region
+    if asked is not None and asked not in names:
+        yield Fault(
+            ("evaluate", "region"),
+            f"is {asked!r}, which is no region of this run, so nobody would evaluate",
+            nearest(asked, names, "The regions are"),
+            (("regions",),),
+        )
+
+
+def _grace_options_have_an_effect(spec: RunSpec) -> Iterator[Fault]:
+    grace = spec.sync.grace
+    for option, kind in (("margin", "adaptive"), ("seconds", "fixed")):
+        if option in grace.model_fields_set and grace.kind != kind:
+            yield Fault(
+                ("sync", "grace", option),
+                f"belongs to `kind: {kind}` but sync.grace.kind is `{grace.kind}`, so it would "
+                "have no effect",
+                f"Remove {option}, or set sync.grace.kind to {kind}.",
+                (("sync", "grace", "kind"),),
+            )
+    if "blend" in spec.sync.model_fields_set and spec.sync.adopt != "blend":
+        yield Fault(
+            ("sync", "blend"),
+            f"belongs to `adopt: blend` but sync.adopt is `{spec.sync.adopt}`, so it would have "
+            "no effect",
+            "Remove blend, or set sync.adopt to blend.",
+            (("sync", "adopt"),),
+        )
+
+
+def _the_server_listens_where_it_is_safe(spec: RunSpec) -> Iterator[Fault]:
+    listen, at = spec.server.listen, ("server", "listen")
+    host, port = _host_and_port(listen)
+    if host is None:
+        yield Fault(
+            at,
+            f"is {listen!r}, which is not HOST:PORT",
+            "For example 127.0.0.1:7350, or 127.0.0.1:0 for a free port; an IPv6 host goes in "
+            "brackets, as in [::1]:7350.",
+        )
+    elif not _is_loopback(host):
+        yield Fault(
+            at,
+            f"is {listen!r}, which other machines can reach, but TLS and credentials are not "
+            "available in this version, so anybody could read and change the run",
+            f"Listen on 127.0.0.1:{port or 7350} and open an SSH tunnel on each region's host: "
+            f"ssh -N -L {port or 7350}:127.0.0.1:{port or 7350} SERVER-HOST",
+        )
+
+
+def _host_and_port(listen: str) -> tuple[str | None, int]:
+    host, colon, port = listen.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        return None, 0
+    good = colon and host and port.isascii() and port.isdigit() and int(port) < 2**16
+    return (host, int(port)) if good else (None, 0)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _reserved_keys_are_empty(spec: RunSpec) -> Iterator[Fault]:
+    for key in ("export", "chaos"):
+        if getattr(spec, key):
+            yield Fault(
+                (key,),
+                "is not available in this version; the key is reserved",
+                f"Remove {key} from the spec.",
+            )
+
+
+_STEP_SIZE: tuple[Path, ...] = (("inner", "batch"), ("inner", "sequence"))
+
+RULES: tuple[Callable[[RunSpec], Iterator[Fault]], ...] = (
+    _regions_differ,
+    _regions_change_known_keys,
+    _batches_divide,
+    _quorum_is_reachable,
+    _fragments_take_turns,
+    _answers_come_before_the_next_send,
+    _budget_holds_one_round,
+    _grace_options_have_an_effect,
+    _the_server_listens_where_it_is_safe,
+    _the_evaluator_exists,
+    _reserved_keys_are_empty,
+)

@@ -1,0 +1,147 @@
+"""Every failure is a sentence with a hint and its own exit code; never a traceback."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco_cli.cli import app as boundary
+from diloco_cli.cli import interpreter
+from diloco_cli.errors import LinkError, QuorumLost, SpecError, StoreError, WireError
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "diloco_cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch):
+    """Makes `diloco validate` fail with whatever it is given."""
+
+    def fail_with(error: BaseException) -> None:
+        def load_run(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr("diloco_cli.assemble.load_run", load_run)
+
+    return fail_with
+
+
+def exit_code(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as ended:
+        boundary.main(list(arguments))
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [(SpecError, 2), (WireError, 3), (LinkError, 4), (StoreError, 5), (QuorumLost, 6)],
+)
+def test_our_errors_become_two_lines_and_their_code(failing, capsys, error, code):
+    failing(error("It broke at 7.", hint="Mend it."))
+    assert exit_code("validate", "run.yaml") == code
+    printed = capsys.readouterr()
+    assert printed.err == "error: It broke at 7.\nhint: Mend it.\n"
+    assert printed.out == ""
+
+
+def test_an_interrupt_ends_with_130(failing):
+    failing(KeyboardInterrupt())
+    assert exit_code("validate", "run.yaml") == 130
+
+
+def test_a_fault_of_our_own_is_a_line_and_the_traceback_a_file(failing, capsys):
+    failing(ZeroDivisionError("by nought"))
+    assert exit_code("validate", "run.yaml") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: Unexpected ZeroDivisionError: by nought\nhint: ")
+    assert "Traceback" not in said
+    kept = Path(next(word for word in said.split() if word.endswith(".traceback")))
+    assert "by nought" in kept.read_text()
+    kept.unlink()
+
+
+def test_debug_shows_the_traceback(failing):
+    failing(ZeroDivisionError("by nought"))
+    with pytest.raises(ZeroDivisionError):
+        boundary.main(["--debug", "validate", "run.yaml"])
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["validat"], "No such command 'validat'."),
+        (["validate"], "Missing argument"),
+        (["validate", "--fast", "run.yaml"], "No such option: --fast"),
+        (["validate", "run.yaml", "--format", "xml"], "xml"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_points_to_help(arguments, said, capsys):
+    assert exit_code(*arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert said in printed
+    assert "--help" in printed
+
+
+def test_no_command_at_all_shows_the_commands(capsys):
+    assert exit_code() == 2
+    assert "validate" in capsys.readouterr().err
+
+
+def test_help_and_version_are_data():
+    helped, version = run("--help"), run("--version")
+    assert (helped.returncode, helped.stderr) == (0, "")
+    assert "init" in helped.stdout
+    assert version.stdout.startswith("diloco ")
+
+
+@pytest.mark.parametrize("say", ["print('x')", "app.typer.echo('x')"])
+def test_a_reader_that_leaves_early_is_no_error(say: str):
+    code = (
+        "from diloco_cli.cli import app\n"
+        f"app.app.command('chatter')(lambda: {say})\n"
+        "app.main(['chatter'])"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+def test_an_old_python_is_told_so(capsys):
+    with pytest.raises(SystemExit) as ended:
+        interpreter.refuse_old_python((3, 9, 18))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: diloco needs Python 3.11 or newer, this is 3.9 (")
+    assert "\nhint: " in said
+
+
+def test_the_entry_asks_before_it_imports_anything_new():
+    probe = (
+        "import sys, runpy; sys.version_info = (3, 9, 18, 'final', 0)\n"
+        "sys.modules['typer'] = None  # An old Python has none of what we depend on.\n"
+        "runpy.run_module('diloco_cli', run_name='__main__')"
+    )
+    ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: diloco needs Python 3.11 or newer, this is 3.9")
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "__main__.py", "cli/__init__.py"])
+def test_what_runs_before_that_question_is_readable_to_an_old_python(name: str):
+    package = Path(interpreter.__file__).parent.parent
+    for file in (package / name, package / "cli" / "interpreter.py"):
+        tree = ast.parse(file.read_text(), feature_version=(3, 4))
+        modules = [
+            alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
+        ]
+        assert set(modules) <= {"sys"}

@@ -1,0 +1,138 @@
+"""A spec that loads can run: contradictions name both values, the consequence and the way out."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+from written import GOOD, loaded, problems, the_problem, with_line
+
+from diloco_cli.spec.rules import Conflicts
+from diloco_cli.spec.schema import RunSpec
+
+
+def test_a_quorum_above_the_number_of_regions_is_refused():
+    found = the_problem(with_line("quorum: 1", "quorum: 3"))
+    assert found.message == "is 3 but regions lists 2, so no round could ever close"
+    assert found.hint == "Set sync.quorum to 2 or less, or list more regions."
+    assert problems(with_line("quorum: 1", "quorum: 2")) == []
+
+
+def test_an_overlap_as_long_as_the_gap_between_sends_is_refused():
+    found = the_problem(with_line("overlap: 2", "overlap: 24"))
+    assert (found.key, found.line) == ("sync.overlap", 11)
+    assert "is 24 but sync.every is 24" in found.message
+    assert problems(with_line("overlap: 2", "overlap: 23")) == []
+
+
+def test_two_regions_of_one_name_are_refused_at_the_second():
+    found = the_problem(with_line("name: tokyo", "name: paris"))
+    assert (found.key, found.line) == ("regions.1.name", 7)
+    assert "regions.0.name" in found.message
+
+
+def test_more_fragments_than_steps_between_sends_cannot_take_turns():
+    assert the_problem(with_line("fragments: 4", "fragments: 25")).key == "sync.fragments"
+    assert problems(with_line("fragments: 4", "fragments: 24")) == []
+
+
+@pytest.mark.parametrize("tokens, fits", [(49_152, True), (49_151, False)])
+def test_a_budget_below_one_round_is_refused(tokens: int, fits: bool):
+    found = problems(with_line("4_000_000", str(tokens)))  # 24 steps of 16 sequences of 128.
+    assert [problem.key for problem in found] == ([] if fits else ["budget.tokens"])
+
+
+def test_the_cheapest_round_counts_the_regions_with_the_smallest_batches():
+    small = with_line("{name: tokyo}", "{name: tokyo, inner: {batch: 2}}")
+    assert problems(small, "budget.tokens=6144") == []
+    found = the_problem(small, "budget.tokens=6143")
+    assert "is 6143 but one round takes at least 6144" in found.message
+    assert the_problem(small, "budget.tokens=6144", "sync.quorum=2").key == "budget.tokens"
+
+
+@pytest.mark.parametrize("where", ["inner", "regions.1.inner"])
+def test_a_batch_that_cannot_be_cut_evenly_is_refused_where_it_is_set(where: str):
+    keys = [found.key for found in problems(GOOD, f"{where}={{batch: 10, accumulate: 4}}")]
+    assert keys == [f"{where}.batch"]
+
+
+def test_a_region_that_changes_only_accumulate_is_told_so():
+    found = the_problem(GOOD, "regions.0.inner={accumulate: 3}")
+    assert found.key == "regions.0.inner.accumulate"
+    assert "batch 16 cannot be cut into accumulate 3" in found.message
+
+
+def test_a_region_may_only_change_keys_of_inner():
+    found = the_problem(with_line("{name: tokyo}", "{name: tokyo, inner: {bach: 8}}"))
+    assert (found.line, found.column, found.key) == (7, 27, "regions.1.inner.bach")
+    assert found.hint == "Did you mean `batch`?"
+    found = the_problem(with_line("{name: tokyo}", "{name: tokyo, inner: {batch: 0}}"))
+    assert found.message == "must be at least 1; got 0"
+
+
+def test_a_region_trains_as_the_run_does_except_for_its_own_keys():
+    spec = loaded(with_line("{name: tokyo}", "{name: tokyo, inner: {batch: 8}}"))
+    assert (spec.inner_of("tokyo").batch, spec.inner_of("tokyo").sequence) == (8, 128)
+    assert spec.inner_of("paris").batch == 16
+
+
+def test_an_evaluator_that_is_no_region_is_refused():
+    found = the_problem(GOOD + "evaluate: {region: tokio}\n")
+    assert (found.key, found.hint) == ("evaluate.region", "Did you mean `tokyo`?")
+
+
+@pytest.mark.parametrize(
+    "options, wrong",
+    [
+        ("grace={kind: fixed, seconds: 3}", []),
+        ("grace={kind: fixed, margin: 0.5}", ["sync.grace.margin"]),
+        ("grace={kind: adaptive, seconds: 3}", ["sync.grace.seconds"]),
+        (
+            "grace={kind: none, margin: 0.5, seconds: 3}",
+            ["sync.grace.margin", "sync.grace.seconds"],
+        ),
+        ("blend=0.5", ["sync.blend"]),
+    ],
+)
+def test_an_option_without_effect_is_refused(options: str, wrong: list[str]):
+    assert [found.key for found in problems(GOOD, f"sync.{options}")] == wrong
+
+
+def test_a_blend_belongs_to_its_way_of_adopting():
+    spec = loaded(GOOD, "sync.adopt=blend", "sync.blend=0.25")
+    assert spec.sync.alpha == 0.25
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.1.2.3:80", "localhost:7350", "[::1]:7350"])
+def test_this_machine_is_a_fine_place_to_listen(listen: str):
+    assert problems(GOOD, f"server.listen='{listen}'") == []
+
+
+@pytest.mark.parametrize(
+    "listen", ["7350", "127.0.0.1", "127.0.0.1:", ":80", "127.0.0.1:65536", "::1:80", "a:b", ""]
+)
+def test_an_address_that_is_not_host_and_port_is_refused(listen: str):
+    assert "which is not HOST:PORT" in the_problem(GOOD, f"server.listen='{listen}'").message
+
+
+@pytest.mark.parametrize(
+    "listen", ["0.0.0.0:7350", "[::]:7350", "10.0.0.1:7350", "example.com:7350"]
+)
+def test_an_open_address_is_refused_until_there_are_credentials(listen: str):
+    found = the_problem(GOOD, f"server.listen='{listen}'")
+    assert "TLS and credentials are not available in this version" in found.message
+    assert "ssh -N -L 7350:127.0.0.1:7350" in (found.hint or "")
+
+
+@pytest.mark.parametrize("key", ["export", "chaos"])
+def test_reserved_keys_must_stay_empty(key: str):
+    assert problems(GOOD + f"{key}: {{}}\n") == []
+    assert "not available in this version" in the_problem(GOOD + f"{key}: {{a: 1}}\n").message
+
+
+def test_a_spec_made_in_code_is_held_to_the_same_rules():
+    data = loaded().model_dump(exclude_unset=True) | {"sync": {"quorum": 5}}
+    with pytest.raises(ValidationError) as caught:
+        RunSpec.model_validate(data)
+    clash = caught.value.errors()[0].get("ctx", {})["error"]
+    assert isinstance(clash, Conflicts)
+    assert [fault.path for fault in clash.faults] == [("sync", "quorum")]

@@ -1,0 +1,81 @@
+"""The pages say what the code does, and the pipelines people start from are sound."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from diloco_cli import assemble, errors
+from diloco_cli.cli import describe, reference, scaffold
+from diloco_cli.spec.schema import RunSpec
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "reference"
+PIPELINES = sorted((ROOT / "pipelines").glob("*.yaml"))
+TEMPLATES = ROOT / "diloco_cli" / "cli" / "templates"
+
+
+@pytest.mark.parametrize("name, said", reference.pages().items(), ids=lambda value: value[:20])
+def test_a_reference_page_is_what_the_code_says(name: str, said: str):
+    page = PAGES / name
+    assert page.exists() and page.read_text() == said, "run `make docs`"
+
+
+def sections(section: type[BaseModel], path: str = "") -> list[tuple[str, type[BaseModel]]]:
+    found = [(path, section)]
+    for name, field in section.model_fields.items():
+        if inner := reference._inner(field.annotation):
+            listed = "" if inner is field.annotation else "[]"
+            found += sections(inner, f"{path}.{name}{listed}".strip("."))
+    return found
+
+
+@pytest.mark.parametrize("path, section", sections(RunSpec), ids=lambda value: str(value))
+def test_every_key_of_the_spec_is_documented(path: str, section: type[BaseModel]):
+    page = (PAGES / "spec.md").read_text()
+    for key in describe.keys_of(section):
+        assert key.doc, f"{path}.{key.name} says nothing about itself"
+        assert f"`{path}.{key.name}`".replace("`.", "`") in page
+
+
+def test_every_exit_code_is_documented_with_its_meaning():
+    codes = {
+        error.exit_code
+        for error in vars(errors).values()
+        if isinstance(error, type) and issubclass(error, errors.DilocoError)
+    }
+    page = (PAGES / "exit-codes.md").read_text()
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+    assert documented == codes | {0, 130, 143}
+
+
+@pytest.mark.parametrize("seam", assemble.SEAMS)
+def test_every_kind_says_what_it_is(seam: str):
+    for kind in describe.kinds_of(assemble.SEAMS[seam]):
+        assert kind.doc, f"{seam} {kind.name} says nothing about itself"
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)
+def test_every_pipeline_is_a_run_that_can_work(path: Path):
+    loaded = assemble.load_run(path)
+    assert loaded.spec.name == path.stem
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)
+def test_init_carries_the_same_pipelines(path: Path):
+    copy = TEMPLATES / path.name
+    assert copy.read_text() == path.read_text(), f"cp {path} {copy}"
+
+
+def test_every_pipeline_is_a_template_and_is_listed():
+    names = [path.stem for path in PIPELINES]
+    assert names == scaffold.templates()
+    listed = (ROOT / "pipelines" / "README.md").read_text()
+    assert [name for name in names if f"({name}.yaml)" not in listed] == []
+
+
+def test_the_contracts_pipelines_are_there():
+    assert {"quickstart", "four-regions", "mixed-speeds", "smoke"} <= set(scaffold.templates())
