@@ -1,0 +1,86 @@
+"""pyreqwest's HTTP/2 under `httpx.Client`, with its edges filed off.
+
+What differs from the transport as it ships: failures in the middle of a body arrive as
+httpx errors, a time-out is called one, the limit on a request is one deadline, closing
+closes the connection, and the `host` header stays away (HTTP/2 says it in `:authority`;
+some proxies answer 400 to both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import cast
+
+import httpx
+from pyreqwest.client import SyncClientBuilder
+from pyreqwest.compatibility.httpx import SyncHttpxTransport
+from pyreqwest.exceptions import PyreqwestError, RequestTimeoutError
+
+FRAME_BYTES = 1 << 18
+
+
+class BulkTransport(SyncHttpxTransport):
+    @classmethod
+    def connect(
+        cls,
+        *,
+        prior_knowledge: bool,
+        connect: timedelta,
+        probe: timedelta,
+        stream_window: int,
+        connection_window: int,
+    ) -> BulkTransport:
+        """Makes a transport that notices by itself when the other end is gone."""
+        builder = SyncClientBuilder()
+        builder = builder.http2_prior_knowledge() if prior_knowledge else builder.http2(True)
+        builder = builder.no_proxy().follow_redirects(False).connect_timeout(connect)
+        builder = builder.gzip(False).deflate(False).brotli(False).zstd(False)
+        builder = builder.http2_initial_stream_window_size(stream_window)
+        builder = builder.http2_initial_connection_window_size(connection_window)
+        builder = builder.http2_max_frame_size(FRAME_BYTES)
+        builder = builder.http2_keep_alive_interval(probe).http2_keep_alive_timeout(2 * probe)
+        return cls(builder.build())
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        request.headers.pop("host", None)
+        limits = request.extensions.get("timeout", {})
+        request.extensions = {"timeout": {"read": limits.get("read")}}
+        try:
+            response = super().handle_request(request)
+        except httpx.ConnectTimeout as error:
+            # What ran out may be the deadline of the request; a time-out is all we know.
+            raise httpx.ReadTimeout(str(error), request=request) from error
+        except httpx.DecodingError as error:
+            raise httpx.ReadError(str(error), request=request) from error
+        except PyreqwestError as error:
+            raise _translated(error, request) from error
+        response.stream = _Stream(cast(httpx.SyncByteStream, response.stream), request)
+        return response
+
+    def close(self) -> None:
+        # Closing alone leaves the idle connection open; it ends with the object.
+        if client := self.__dict__.pop("_client", None):
+            client.close()
+
+
+class _Stream(httpx.SyncByteStream):
+    """A body whose failures are httpx errors."""
+
+    def __init__(self, source: httpx.SyncByteStream, request: httpx.Request) -> None:
+        self._source = source
+        self._request = request
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            yield from self._source
+        except PyreqwestError as error:
+            raise _translated(error, self._request) from error
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _translated(error: PyreqwestError, request: httpx.Request) -> httpx.RequestError:
+    kind = httpx.ReadTimeout if isinstance(error, RequestTimeoutError) else httpx.ReadError
+    return kind(error.message, request=request)

@@ -1,0 +1,254 @@
+"""Numbers in an envelope that describes and proves itself.
+
+    magic 8 │ version 2 │ zero 2 │ header length 4 │ frame length 8 │   little endian
+    header: canonical JSON
+    chunk 0 │ chunk 1 │ …          one zstd frame each, 2**20 values but for the last
+    sha256 of everything before: the frame's identity
+
+`open_frame` checks all of it without decompressing anything; numbers are decoded later,
+one chunk at a time, each into a buffer whose size was known before. A frame therefore
+costs no more memory than its caller expected, whatever it claims about itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import zstandard
+
+from diloco_cli.errors import WireError
+from diloco_cli.wire.codec import Body, Codec, NotFinite, codecs, vector
+from diloco_cli.wire.header import MOST_HEADER_BYTES, Header, read_header, write_header
+
+__all__ = [
+    "CHUNK",
+    "Frame",
+    "Header",
+    "most_bytes",
+    "open_frame",
+    "pack",
+    "read_chain",
+    "vector_digest",
+]
+
+CHUNK = 1 << 20
+"""Values in one independent zstd frame."""
+
+FRAME_VERSION = 1
+MAGIC = b"\x89DiLoCo\n"
+PRELUDE = struct.Struct("<8sHHIQ")
+DIGEST_BYTES = 32
+MOST_WINDOW_BYTES = 8 << 20
+
+DAMAGED = (
+    "It was cut or changed on its way and travels again by itself. "
+    "If this repeats, look for a proxy that rewrites bodies."
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame whose envelope has been checked; its numbers decode on demand."""
+
+    header: Header
+    digest: str
+    """Hex of the sha256 that ends the frame: its identity."""
+
+    data: memoryview = field(repr=False)
+    """All bytes of the frame, as they travel."""
+
+    lengths: tuple[int, ...] = field(repr=False)
+    """Bytes of each chunk's zstd frame."""
+
+    codec: Codec = field(repr=False)
+
+    @property
+    def _body(self) -> memoryview:
+        return self.data[-DIGEST_BYTES - sum(self.lengths) : -DIGEST_BYTES]
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """Yields the values, at most CHUNK of them at a time."""
+        # A decompressor is not to be shared by threads, so every reading has its own.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW_BYTES)
+        start = 0
+        for place, compressed in enumerate(_chunks(self._body, self.lengths)):
+            count = min(CHUNK, self.header.size - start)
+            try:
+                body = decompressor.decompress(compressed, allow_extra_data=False)
+            except zstandard.ZstdError as error:
+                raise WireError(f"Chunk {place} does not decompress: {error}.") from None
+            try:
+                yield self.codec.decode(body, count)
+            except NotFinite as error:
+                raise NotFinite(error.value, start + error.index) from None
+            start += count
+
+    def values(self) -> np.ndarray:
+        """Returns all values as one float32 vector."""
+        found = np.empty(self.header.size, np.float32)
+        start = 0
+        for part in self.chunks():
+            found[start : start + part.size] = part
+            start += part.size
+        return found
+
+
+def pack(header: Header, values: np.ndarray, *, level: int = 1) -> bytes:
+    """Writes one frame; raises NotFinite where a value is NaN or infinite."""
+    source = vector(values)
+    if source.size != header.size:
+        raise ValueError(f"the header says {header.size} values, there are {source.size}")
+    if not 1 <= level <= 19:
+        # Below 1 zstd gives up the entropy coding that all the gain comes from.
+        raise ValueError(f"zstd level {level} is not within 1 to 19")
+    codec = codecs.build(header.codec)
+    compressor = zstandard.ZstdCompressor(level, write_checksum=True, write_content_size=True)
+    chunks = []
+    for start in range(0, source.size, CHUNK):
+        try:
+            body = codec.encode(source[start : start + CHUNK])
+        except NotFinite as error:
+            raise NotFinite(error.value, start + error.index) from None
+        chunks.append(compressor.compress(body))
+    described = write_header(header, [len(chunk) for chunk in chunks])
+    length = PRELUDE.size + len(described) + sum(map(len, chunks)) + DIGEST_BYTES
+    prelude = PRELUDE.pack(MAGIC, FRAME_VERSION, 0, len(described), length)
+    whole = b"".join([prelude, described, *chunks])
+    return whole + hashlib.sha256(whole).digest()
+
+
+def open_frame(data: Body, *, size: int | None = None) -> Frame:
+    """Checks everything about a frame that can be checked without decompressing it.
+
+    Give the number of values you expect as `size`: it is what bounds the memory that
+    decoding takes.
+    """
+    view = memoryview(data).cast("B")
+    header_length, length = _prelude(view)
+    if length != view.nbytes:
+        raise WireError(
+            f"The frame says it has {length} bytes, {view.nbytes} are here.", hint=DAMAGED
+        )
+    digest = hashlib.sha256(view[:-DIGEST_BYTES]).hexdigest()
+    said = view[-DIGEST_BYTES:].hex()
+    if digest != said:
+        raise WireError(f"The frame hashes to {digest[:12]}…, it says {said[:12]}….", hint=DAMAGED)
+    header, lengths, codec = read_header(bytes(view[PRELUDE.size :][:header_length]))
+    if size is not None and header.size != size:
+        raise WireError(
+            f"The frame holds {header.size} values, fragment {header.fragment} has {size}.",
+            hint="The two sides cut the model differently; compare their specs.",
+        )
+    body = view[PRELUDE.size + header_length : -DIGEST_BYTES]
+    _check_chunks(body, header.size, lengths, codec)
+    return Frame(header, digest, view, tuple(lengths), codec)
+
+
+def read_chain(data: Body, *, size: int | None = None) -> list[Frame]:
+    """Opens concatenated deltas, each of which starts from the version the last one yields."""
+    view = memoryview(data).cast("B")
+    frames: list[Frame] = []
+    while view.nbytes:
+        _, length = _prelude(view)
+        if length > view.nbytes:
+            raise WireError(
+                f"Delta {len(frames)} says it has {length} bytes, {view.nbytes} are left.",
+                hint=DAMAGED,
+            )
+        frames.append(open_frame(view[:length], size=size))
+        view = view[length:]
+    for place, frame in enumerate(frames):
+        first, here = frames[0].header, frame.header
+        base = first.base + place
+        expected = ("delta", first.run, first.layout, first.fragment, first.size, base)
+        if (here.kind, here.run, here.layout, here.fragment, here.size, here.base) != expected:
+            raise WireError(
+                f"Frame {place} of the chain is a {here.kind} of fragment {here.fragment} on "
+                f"version {here.base}; a delta of fragment {first.fragment} on version {base} "
+                "belongs there."
+            )
+    return frames
+
+
+def most_bytes(size: int, codec: Codec | None = None) -> int:
+    """Says how long a frame of `size` values can get; without a codec, in any of them."""
+    chunks = -(-size // CHUNK)
+    body = codec.body_size(size) if codec else 4 * size
+    # What zstd may add to bytes it cannot shrink, and each chunk's last, padded block.
+    body += body // 256 + chunks * (64 + (1 << 16))
+    return PRELUDE.size + MOST_HEADER_BYTES + body + DIGEST_BYTES
+
+
+def vector_digest(values: np.ndarray) -> str:
+    """Hex sha256 of the values as little-endian float32 bytes."""
+    return hashlib.sha256(vector(values).data).hexdigest()
+
+
+def _prelude(view: memoryview) -> tuple[int, int]:
+    """Reads (header length, frame length), both possible, from the start of a frame."""
+    least = PRELUDE.size + DIGEST_BYTES
+    if view.nbytes < least:
+        raise WireError(
+            f"{view.nbytes} bytes are too few for a frame, which has at least {least}.",
+            hint=DAMAGED,
+        )
+    magic, version, zero, header_length, length = PRELUDE.unpack_from(view)
+    if magic != MAGIC:
+        raise WireError(f"These bytes are not a diloco frame: they begin with {magic!r}.")
+    if version != FRAME_VERSION:
+        raise WireError(
+            f"The frame has version {version}, this program reads version {FRAME_VERSION}.",
+            hint="Update the older side.",
+        )
+    if zero or header_length > MOST_HEADER_BYTES or length < least + header_length:
+        raise WireError(
+            f"The frame's first bytes contradict each other: reserved {zero}, "
+            f"header of {header_length} bytes, frame of {length}.",
+            hint=DAMAGED,
+        )
+    return header_length, length
+
+
+def _check_chunks(body: memoryview, size: int, lengths: list[int], codec: Codec) -> None:
+    """Refuses chunks whose number, lengths or declared sizes are not what `size` values need."""
+    needed = -(-size // CHUNK)
+    if len(lengths) != needed:
+        raise WireError(f"The frame has {len(lengths)} chunks; {size} values need {needed}.")
+    if sum(lengths) != body.nbytes:
+        raise WireError(
+            f"The chunks are said to have {sum(lengths)} bytes together, {body.nbytes} are here."
+        )
+    for place, compressed in enumerate(_chunks(body, lengths)):
+        expected = codec.body_size(min(CHUNK, size - place * CHUNK))
+        if why := _wrong_zstd(compressed, expected):
+            raise WireError(f"Chunk {place} is refused before decompressing: {why}.")
+
+
+def _wrong_zstd(compressed: memoryview, expected: int) -> str | None:
+    """Says what is wrong with a zstd frame's own header, if anything.
+
+    Asked before decompressing, because the library allocates whatever size a frame
+    declares, and takes limits given to it for frames that declare none.
+    """
+    try:
+        said = zstandard.get_frame_parameters(compressed)
+    except zstandard.ZstdError as error:
+        return str(error)
+    if said.content_size != expected:
+        return f"it declares {said.content_size} bytes of content where {expected} belong"
+    if said.window_size > MOST_WINDOW_BYTES:
+        return f"it wants a window of {said.window_size} bytes, {MOST_WINDOW_BYTES} are allowed"
+    if not said.has_checksum:
+        return "it has no checksum"
+    return "it needs a dictionary" if said.dict_id else None
+
+
+def _chunks(body: memoryview, lengths: list[int] | tuple[int, ...]) -> Iterator[memoryview]:
+    start = 0
+    for length in lengths:
+        yield body[start : start + length]
+        start += length
