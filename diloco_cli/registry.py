@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
+C = TypeVar("C", bound=type[Any])
 
 
 class Registry(Generic[T]):
@@ -26,11 +27,11 @@ class Registry(Generic[T]):
         self.noun = noun
         self._choices: dict[str, type[T]] = {}
 
-    def register(self, kind: str) -> Callable[[type[T]], type[T]]:
-        def add(choice: type[T]) -> type[T]:
+    def register(self, kind: str) -> Callable[[C], C]:
+        def add(choice: C) -> C:
             if kind in self._choices:
                 raise ValueError(f"{self.noun} {kind!r} is taken by {self._choices[kind]!r}")
-            self._choices[kind] = choice
+            self._choices[kind] = cast("type[T]", choice)
             return choice
 
         return add

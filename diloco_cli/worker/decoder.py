@@ -68,16 +68,13 @@ class Block(nnx.Module):
 
 class Network(nnx.Module):
     def __init__(self, shape: Shape, rngs: nnx.Rngs) -> None:
-        self.width = shape.width
         self.embed = nnx.Embed(shape.vocabulary, shape.width, rngs=rngs)
         self.blocks = nnx.List([Block(shape, rngs) for _ in range(shape.layers)])
         self.norm = nnx.RMSNorm(shape.width, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Gives the logits of every next token, (batch · sequence, vocabulary)."""
-        # The embedding is drawn for its second task, the output; as input it is scaled
-        # up, so that the residual stream starts at the size the blocks write in.
-        x = self.embed(tokens.reshape(-1)) * self.width**0.5
+        x = self.embed(tokens.reshape(-1))
         for block in self.blocks:
             x = block(x, tokens.shape[0])
         return self.embed.attend(self.norm(x))
@@ -100,9 +97,7 @@ def loss_fn(shape: Shape, *, z_loss: float = 0.0) -> LossFn:
         logits = merge(shape, params)(tokens[:, :-1])
         targets = tokens[:, 1:].reshape(-1)
         total = jax.nn.logsumexp(logits, axis=-1)
-        # A product with the one-hot target, not a gather: its gradient is a plain
-        # subtraction, where a gather's is a scatter, slow on every device.
-        chosen = jnp.sum(logits * jax.nn.one_hot(targets, shape.vocabulary), axis=-1)
+        chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
         value = jnp.mean(total - chosen)
         if z_loss:
             value = value + z_loss * jnp.mean(jnp.square(total))
@@ -113,24 +108,22 @@ def loss_fn(shape: Shape, *, z_loss: float = 0.0) -> LossFn:
 
 def merge(shape: Shape, params: dict[str, jax.Array]) -> Network:
     """Makes the network out of named arrays."""
-    graph, paths = _skeleton(shape)
-    state = nnx.State.from_flat_path({path: params[name] for path, name in paths.items()})
-    return nnx.merge(graph, state)
+    graph, places = _skeleton(shape)
+    return nnx.merge(graph, nnx.from_flat_state([(path, params[name]) for path, name, _ in places]))
 
 
 def names(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Says which arrays the network needs, by name."""
-    _, paths = _skeleton(shape)
-    network = nnx.eval_shape(lambda: Network(shape, nnx.Rngs(0)))
-    flat = dict(nnx.to_flat_state(nnx.state(network)))
-    return {name: tuple(flat[path].get_value().shape) for path, name in paths.items()}
+    """Says which arrays the network needs: their names and shapes."""
+    return {name: dims for _, name, dims in _skeleton(shape)[1]}
 
 
 @cache
-def _skeleton(shape: Shape) -> tuple[Any, dict[tuple[Any, ...], str]]:
-    """Gives the network without its arrays, and the name of each array it lacks."""
+def _skeleton(shape: Shape) -> tuple[Any, list[tuple[Any, str, tuple[int, ...]]]]:
+    """Gives the network without its arrays, and the path, name and shape of each it lacks."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Network(shape, nnx.Rngs(0))))
-    return graph, {path: _name(path) for path, _ in nnx.to_flat_state(state)}
+    return graph, [
+        (path, _name(path), tuple(leaf.shape)) for path, leaf in nnx.to_flat_state(state)
+    ]
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -182,9 +182,10 @@ class Decoder:
         source = np.random.Generator(
             np.random.PCG64([seed, *np.frombuffer(digest, "<u4").tolist()])
         )
-        # Rows of the embedding are summed over the width by the tied output, so their
-        # fan-in is the width; what writes into the residual stream is kept small, so
-        # that its size does not grow with depth.
+        # The tied output sums the embedding's rows over the width, so that is their
+        # fan-in. Larger inputs were tried (scaled up, or normed): they start worse and
+        # were 3 % behind after 250 k tokens. What writes into the residual stream is
+        # kept small, so that the stream does not grow with depth.
         fan_in = self.shape.width if tensor.embedding else tensor.shape[0]
         scale = fan_in**-0.5
         if tensor.name.endswith((".o", ".down")):

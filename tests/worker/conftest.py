@@ -1,0 +1,39 @@
+"""Trainers on a stage: started on real files, driven step by step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from stage import Stage, tiny_spec
+
+
+@pytest.fixture(scope="session")
+def tasks(tmp_path_factory):
+    """Tasks by their `sync`, so that each step is compiled once."""
+    from diloco_cli.worker.step import use_compile_cache
+    from diloco_cli.worker.task import prepare
+
+    use_compile_cache()
+    folder = tmp_path_factory.mktemp("text")
+    known = {}
+
+    def task(**sync):
+        key = json.dumps(sync, sort_keys=True)
+        if key not in known:
+            known[key] = prepare(tiny_spec(folder, **sync), "paris")
+        return known[key]
+
+    return task
+
+
+@pytest.fixture
+def play(tmp_path, tasks):
+    """Sets a stage and starts a trainer on it."""
+
+    def begin(**sync):
+        task = tasks(**sync)
+        stage = Stage(tmp_path, task.spec)
+        return stage, stage.trainer(task)
+
+    return begin
