@@ -17,7 +17,7 @@ FATES = ("applied", "pending", "refused", "discarded")
 
 
 def bits_per_parameter(bytes_moved: float, parameters_moved: float) -> float | None:
-    """Says how many bits on the wire one parameter cost, headers included; None before any moved."""
+    """Says how many bits on the wire one parameter cost, headers included; None before any did."""
     return 8 * bytes_moved / parameters_moved if parameters_moved else None
 
 
@@ -42,13 +42,32 @@ def unaccounted(tokens: Mapping[str, float]) -> float:
 
 
 def seconds_left(points: Sequence[tuple[float, float]], budget: float) -> float | None:
-    """Estimates the time to the budget from (time, applied tokens) points; None while unknown."""
+    """Estimates the time to the budget from (time, applied tokens); None if there is no telling."""
     if len(points) < 2:
         return None
     (began, first), (now, applied) = points[0], points[-1]
-    if applied <= first or now <= began:
+    if applied <= first or now <= began or applied >= budget:
         return None
-    return max(0.0, (budget - applied) * (now - began) / (applied - first))
+    return (budget - applied) * (now - began) / (applied - first)
+
+
+def warnings(status: Status) -> list[str]:
+    """Names what a glance at the figures would miss, one sentence each."""
+    regions = status.get("regions") or []
+    if status.get("state") != "training" or len(regions) < 2 or not status.get("outer_steps"):
+        return []
+    tokens = status.get("tokens") or {}
+    if (tokens.get("applied") or 0) >= (tokens.get("budget") or float("inf")):
+        return []  # The rest is draining; whoever is done has nothing left to give.
+    active = [str(region["name"]) for region in regions if region.get("contributing")]
+    others = [str(region["name"]) for region in regions if not region.get("contributing")]
+    if any(region.get("alive") and not region.get("step") for region in regions):
+        return []  # Somebody is still starting; that is not yet worth an alarm.
+    if len(active) == 1:
+        return [f"{active[0]} is training alone: nothing arrives from {', '.join(others)}"]
+    if not active:
+        return ["no region's work reaches the global weights at the moment"]
+    return []
 
 
 def last_known(events: Iterable[Event]) -> dict[str, Any]:

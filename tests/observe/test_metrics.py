@@ -59,7 +59,7 @@ def test_time_left_follows_the_recent_rate_and_is_unknown_while_nothing_is_appli
     assert seconds_left([(0, 0), (10, 100)], 400) == pytest.approx(30)
     assert seconds_left([(0, 100), (10, 100)], 400) is None
     assert seconds_left([(0, 0)], 400) is None
-    assert seconds_left([(0, 0), (10, 500)], 400) == 0
+    assert seconds_left([(0, 0), (10, 500)], 400) is None
 
 
 def test_prometheus_shows_what_is_known_and_leaves_out_what_is_not():

@@ -1,0 +1,185 @@
+"""Whose folder is it? Locks, finding, setting aside: the run folder as commands see it.
+
+FOLDER/run.lock             held by `diloco run` for as long as it lives
+FOLDER/server/address.json  where the server listens, or listened last
+FOLDER/summary.json         what it came to
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco_cli.errors import SpecError, StoreError
+
+RUNS = Path("runs")
+RESOLVED = "spec.resolved.yaml"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What SPEC, FOLDER or URL on a command line meant."""
+
+    url: str | None
+    folder: Path | None
+
+    def __str__(self) -> str:
+        return str(self.folder or self.url)
+
+
+def find(asked: str | None) -> Target:
+    """Finds the run that was meant: a URL, a folder, a spec, or the newest run here."""
+    if asked is None:
+        asked = os.environ.get("DILOCO_SERVER") or str(_newest())
+    if asked.startswith(("http://", "https://")):
+        return Target(asked.rstrip("/"), None)
+    path = Path(asked)
+    if path.is_dir():
+        return _in_folder(path)
+    if path.is_file():
+        from diloco_cli.spec.load import load_spec
+
+        return _in_folder(RUNS / load_spec(path).spec.name)
+    if _holds_a_run(RUNS / asked):
+        return _in_folder(RUNS / asked)
+    raise SpecError(
+        f"{asked} is neither a run folder, nor a run spec, nor a URL.",
+        hint=_known_runs(),
+    )
+
+
+def address_of(folder: Path) -> dict[str, Any]:
+    """Reads where the server of this folder listens; empty if it never did."""
+    return read_json(folder / "server" / "address.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def last_summary(folder: Path) -> dict[str, Any]:
+    """Reads summary.json unless the run went on after it was written."""
+    summary = folder / "summary.json"
+    address = folder / "server" / "address.json"
+    with contextlib.suppress(OSError):
+        if address.exists() and address.stat().st_mtime > summary.stat().st_mtime:
+            return {}
+    return read_json(summary)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Holds the folder for one `diloco run`; the kernel lets go when the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+    try:
+        _take(handle, folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _take(handle: int, folder: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError:
+        pid = os.pread(handle, 32, 0).decode().strip() or "unknown"
+        raise SpecError(
+            f"{folder} is being run by process {pid}.",
+            hint=f"Watch it with `diloco status {folder}`, stop it with `diloco stop "
+            f"{folder}`, or choose another folder with --dir.",
+        ) from None
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+
+
+def runner_of(folder: Path) -> int | None:
+    """Says which process runs this folder; None when nobody does."""
+    path = folder / "run.lock"
+    if is_free(path):
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None
+
+
+def is_free(lock: Path) -> bool:
+    """Says whether nobody holds this lock file."""
+    try:
+        handle = os.open(lock, os.O_RDWR)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Moves an old run out of the way, to FOLDER.old-N; None when there is nothing."""
+    if not folder.exists():
+        return None
+    with held(folder):
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+            number += 1
+        folder.rename(aside)
+    return aside
+
+
+def cannot_write(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path} cannot be written: {error.strerror}.",
+        hint="Free some space or fix the permissions, or choose another folder with --dir.",
+    )
+
+
+def _in_folder(folder: Path) -> Target:
+    if not _holds_a_run(folder):
+        raise SpecError(f"{folder} holds no run.", hint=_known_runs())
+    return Target(address_of(folder).get("url"), folder)
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return (folder / RESOLVED).is_file()
+
+
+def _newest() -> Path:
+    runs = _runs()
+    if not runs:
+        raise SpecError(
+            f"There is no run below {RUNS.resolve()}.",
+            hint="Name a run folder, a run spec or a server's URL, or start one with `diloco run`.",
+        )
+    return max(runs, key=_last_touched)
+
+
+def _runs() -> list[Path]:
+    return sorted(path.parent for path in RUNS.glob(f"*/{RESOLVED}"))
+
+
+def _last_touched(folder: Path) -> float:
+    signs = (folder / RESOLVED, folder / "events.jsonl", folder / "run.lock")
+    return max(path.stat().st_mtime for path in signs if path.exists())
+
+
+def _known_runs() -> str:
+    known = ", ".join(map(str, _runs()))
+    return f"Runs here: {known}." if known else f"There is no run below {RUNS.resolve()} either."

@@ -1,0 +1,46 @@
+"""When to stop before the budget: `--until tokens=100000`, `steps=200`, `minutes=5`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_cli.errors import SpecError
+
+KINDS = ("tokens", "steps", "minutes")
+
+
+@dataclass(frozen=True)
+class Goal:
+    kind: str
+    amount: float
+
+    def reached(self, status: Mapping[str, Any], *, seconds: float) -> bool:
+        """Says whether it is time: merged tokens, inner steps of the furthest region, minutes."""
+        if self.kind == "minutes":
+            return seconds >= 60 * self.amount
+        if self.kind == "tokens":
+            return ((status.get("tokens") or {}).get("applied") or 0) >= self.amount
+        steps = [region.get("step") or 0 for region in status.get("regions") or []]
+        return max(steps, default=0) >= self.amount
+
+    def __str__(self) -> str:
+        return f"{self.kind}={self.amount:g}"
+
+
+def parse_goal(text: str | None) -> Goal | None:
+    """Reads `tokens=N`, `steps=N` or `minutes=N`."""
+    if text is None:
+        return None
+    kind, _, number = text.partition("=")
+    try:
+        amount = float(number.replace("_", ""))
+    except ValueError:
+        amount = 0.0
+    if kind not in KINDS or not 0 < amount < float("inf"):
+        raise SpecError(
+            f"--until {text} is not understood.",
+            hint="Write --until tokens=1_000_000, --until steps=500 or --until minutes=10.",
+        )
+    return Goal(kind, amount)

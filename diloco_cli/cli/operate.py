@@ -1,0 +1,215 @@
+"""Commands that run things: run, serve, work, and the trainer that work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco_cli.cli import visit
+from diloco_cli.cli.author import Overrides, SpecFile
+
+if TYPE_CHECKING:
+    from diloco_cli.spec.schema import RunSpec
+
+Folder = Annotated[
+    Path | None,
+    typer.Option("--dir", metavar="FOLDER", help="The run folder; runs/NAME when left out."),
+]
+Region = Annotated[
+    str | None,
+    typer.Option("--region", metavar="NAME", envvar="DILOCO_REGION", help="Which region to train."),
+]
+Cores = Annotated[str, typer.Option("--cores", hidden=True)]
+WithParent = Annotated[bool, typer.Option("--with-parent", hidden=True)]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this module."""
+    app.command()(run)
+    app.command()(serve)
+    app.command()(work)
+    app.command(hidden=True)(trainer)
+    visit.register(app)
+
+
+def run(
+    spec_file: SpecFile,
+    overrides: Overrides = None,
+    folder: Folder = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; the old folder becomes FOLDER.old-N.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Run in the background; prints the process id.")
+    ] = False,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tokens=N|steps=N|minutes=N",
+            help="Stop early: merged tokens, inner steps of the furthest region, or minutes.",
+        ),
+    ] = None,
+    regions: Annotated[
+        str, typer.Option(metavar="A,B", help="Start only these here; others may join.")
+    ] = "",
+) -> None:
+    """Run server and workers on this machine.
+
+    A folder that already holds the run is gone on with. Ctrl-C stops in good order, a second
+    one kills.
+    """
+    from diloco_cli.cli import conduct
+
+    spec = _load(spec_file, overrides)
+    asked = conduct.Asked(
+        spec_file=spec_file,
+        overrides=tuple(overrides or ()),
+        folder=folder or _home(spec),
+        regions=_regions(spec, regions),
+        until=until,
+        fresh=fresh,
+    )
+    start = conduct.detach if detach else conduct.run
+    raise typer.Exit(start(spec, asked))
+
+
+def serve(
+    spec_file: SpecFile,
+    overrides: Overrides = None,
+    folder: Folder = None,
+    with_parent: WithParent = False,
+) -> None:
+    """Run the aggregation server on this host."""
+    from diloco_cli.assemble import resolve, shared_digest, shared_settings
+    from diloco_cli.server.recipe import Recipe
+    from diloco_cli.server.serve import serve as serve_run
+    from diloco_cli.spec.resolved import write_resolved
+
+    spec = _load(spec_file, overrides)
+    home = folder or _home(spec)
+    write_resolved(spec, home)
+    parts = resolve(spec)
+    recipe = Recipe(
+        spec=spec,
+        layout=parts.layout,
+        up=parts.up,
+        merge=parts.merge,
+        outer=parts.outer,
+        spec_digest=shared_digest(spec),
+        settings=shared_settings(spec),
+    )
+    code = serve_run(recipe, home, lambda: parts.model.init(spec.seed), with_parent=with_parent)
+    raise typer.Exit(code)
+
+
+def work(
+    spec_file: SpecFile,
+    overrides: Overrides = None,
+    region: Region = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", envvar="DILOCO_SERVER", help="Where the server listens."),
+    ] = None,
+    folder: Folder = None,
+    wait: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="How long to try before the server first answers."),
+    ] = 60.0,
+    cores: Cores = "",
+    with_parent: WithParent = False,
+) -> None:
+    """Train one region on this host."""
+    from diloco_cli.assemble import resolve, shared_digest, shared_settings
+    from diloco_cli.worker import agent
+
+    spec = _load(spec_file, overrides)
+    name = _one_region(spec, region)
+    home = folder or _home(spec)
+    url = _server_of(server, home)
+    terms = agent.Terms(shared_settings(spec), shared_digest(spec), resolve(spec).layout.digest)
+    code = agent.work(
+        spec,
+        name,
+        home,
+        url,
+        terms=terms,
+        cores=_cores(cores),
+        with_parent=with_parent,
+        wait=wait,
+    )
+    raise typer.Exit(code)
+
+
+def trainer(
+    spec_file: SpecFile, region: Region = None, folder: Folder = None, cores: Cores = ""
+) -> None:
+    """Train one region's inner steps; started by `diloco work`."""
+    from diloco_cli.worker.trainer import train
+
+    spec = _load(spec_file, None)
+    name = _one_region(spec, region)
+    raise typer.Exit(train(spec, name, folder or _home(spec), cores=_cores(cores)))
+
+
+def _load(spec_file: Path, overrides: Sequence[str] | None) -> RunSpec:
+    """Loads a spec with every option written down."""
+    from diloco_cli.assemble import load_run, spelled_out
+
+    return spelled_out(load_run(spec_file, overrides or ()).spec)
+
+
+def _home(spec: RunSpec) -> Path:
+    from diloco_cli.cli.folder import RUNS
+
+    return RUNS / spec.name
+
+
+def _regions(spec: RunSpec, asked: str) -> tuple[str, ...]:
+    names = [name.strip() for name in asked.split(",") if name.strip()]
+    if not names:
+        return tuple(region.name for region in spec.regions)
+    return tuple(dict.fromkeys(_one_region(spec, name) for name in names))
+
+
+def _one_region(spec: RunSpec, asked: str | None) -> str:
+    from diloco_cli.errors import SpecError
+    from diloco_cli.registry import nearest
+
+    names = [region.name for region in spec.regions]
+    if asked in names:
+        return asked
+    if not asked:
+        raise SpecError(
+            "Which region is this? Neither --region nor DILOCO_REGION says so.",
+            hint=f"The regions of {spec.name} are: {', '.join(names)}.",
+        )
+    raise SpecError(
+        f"There is no region {asked!r} in {spec.name}; it has {', '.join(names)}.",
+        hint=nearest(asked, names, "Known regions"),
+    )
+
+
+def _server_of(asked: str | None, folder: Path) -> str:
+    from diloco_cli.cli.folder import address_of
+    from diloco_cli.errors import SpecError
+
+    found = asked or address_of(folder).get("url")
+    if not found:
+        raise SpecError(
+            "Where is the server? Neither --server nor DILOCO_SERVER says so, and "
+            f"{folder} has no server running.",
+            hint="Start it with `diloco serve SPEC`; it prints its URL.",
+        )
+    return str(found)
+
+
+def _cores(text: str) -> tuple[int, ...] | None:
+    from diloco_cli.errors import SpecError
+
+    try:
+        return tuple(int(core) for core in text.split(",")) if text else None
+    except ValueError:
+        raise SpecError(f"--cores {text} is not a list of numbers.", hint="As in 0,1,2.") from None

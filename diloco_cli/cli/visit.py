@@ -1,0 +1,219 @@
+"""Commands for a run that is under way, or over: status, stop, pull."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco_cli.cli.author import Format, OutputFormat
+
+if TYPE_CHECKING:
+    from diloco_cli.cli.folder import Target
+
+TargetArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[SPEC|FOLDER|URL]",
+        help="Which run: its spec, its folder or its server. The newest one here when left out.",
+        show_default=False,
+    ),
+]
+
+ENDED = ("finished", "stopped")
+WATCH_SECONDS = 2.0
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this module."""
+    app.command()(status)
+    app.command()(stop)
+    app.command()(pull)
+
+
+def status(
+    target: TargetArgument = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show it again every two seconds.")
+    ] = False,
+    format: OutputFormat = Format.text,
+) -> None:
+    """Show who trains, who contributes and how far.
+
+    Without a server the last known state is shown; exit code 4 unless the run had ended.
+    """
+    from diloco_cli.cli.folder import find
+    from diloco_cli.errors import LinkError
+
+    found = find(target)
+    try:
+        if watch:
+            _watch(found, format)
+        else:
+            _print_status(_asked(found), format)
+    except LinkError as error:
+        _print_last_known(found, format, error)
+
+
+def stop(
+    target: TargetArgument = None,
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", help="How long to wait for the end.")
+    ] = 120.0,
+) -> None:
+    """Stop a run in good order.
+
+    Regions checkpoint and leave, then the server; `diloco run` goes on from there.
+    """
+    from diloco_cli.cli.folder import find, runner_of
+    from diloco_cli.cli.link import Asking
+    from diloco_cli.errors import LinkError
+
+    found = find(target)
+    runner = runner_of(found.folder) if found.folder else None
+    try:
+        if found.url is None:
+            raise LinkError(f"{found} has no server running.")
+        Asking().stop(found.url)
+    except LinkError:
+        if runner is None and found.folder is None:
+            raise
+        if runner is None:
+            typer.echo(f"{found} is not running.", err=True)
+            return
+        # Its server is down just now; the process that would start it again can be asked.
+        os.kill(runner, signal.SIGTERM)
+    typer.echo(f"{found} is stopping.", err=True)
+    _await_end(found, wait)
+    typer.echo(f"{found} has stopped.", err=True)
+
+
+def pull(
+    target: TargetArgument = None,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="Where to write the safetensors file.")
+    ] = Path("weights.safetensors"),
+    version: Annotated[
+        int | None,
+        typer.Option("--version", metavar="N", min=0, help="An older version of every fragment."),
+    ] = None,
+) -> None:
+    """Fetch the global weights as safetensors.
+
+    They come from the server, or from the folder of a run whose server is gone.
+    """
+    from diloco_cli.cli.folder import find
+    from diloco_cli.errors import LinkError, SpecError
+
+    found = find(target)
+    if not out.parent.is_dir():
+        raise SpecError(f"There is no folder {out.parent} to write {out.name} into.")
+    metadata = None
+    if found.url:
+        from diloco_cli.net.client import Server
+        from diloco_cli.net.transport import Retry
+
+        try:
+            with Server(found.url, retry=Retry(tries=2)) as server:
+                metadata = server.weights(out, version=version)
+        except LinkError:
+            if found.folder is None:
+                raise
+    if metadata is None:
+        from diloco_cli.cli.offline import write_weights
+
+        assert found.folder is not None
+        metadata = write_weights(found.folder, out, version=version)
+    typer.echo(f"versions {metadata.get('versions', '?')} of run {metadata.get('run')}", err=True)
+    typer.echo(out)
+
+
+def _asked(found: Target) -> dict[str, Any]:
+    from diloco_cli.cli.link import Asking
+    from diloco_cli.errors import LinkError
+
+    if found.url is None:
+        raise LinkError(f"{found} has no server running.", hint="`diloco run` starts it again.")
+    return Asking().status(found.url)
+
+
+def _print_status(document: dict[str, Any], format: Format) -> None:
+    if format is Format.json:
+        typer.echo(json.dumps(document, indent=2))
+        return
+    from diloco_cli.observe.terminal import status_view, to_stdout
+
+    to_stdout().print(status_view(document))
+
+
+def _watch(found: Target, format: Format) -> None:
+    from diloco_cli.cli.link import Asking
+    from diloco_cli.observe.terminal import Progress, status_view, to_stdout
+
+    document = _asked(found)
+    asking = Asking()
+    with Progress(to_stdout()) as progress:
+        while document.get("state") not in ENDED:
+            if format is Format.json:
+                typer.echo(json.dumps(document))
+            else:
+                progress.show(document)
+            time.sleep(WATCH_SECONDS)
+            assert found.url is not None
+            document = asking.status(found.url)
+    if format is Format.json:
+        typer.echo(json.dumps(document))
+    else:
+        to_stdout().print(status_view(document))
+
+
+def _print_last_known(found: Target, format: Format, error: Exception) -> None:
+    """Says what the folder still knows; a run that has ended needs no server to be known."""
+    from diloco_cli.cli.folder import last_summary
+    from diloco_cli.observe.events import read_events
+    from diloco_cli.observe.metrics import last_known
+
+    if found.folder is None:
+        raise error
+    known = last_summary(found.folder)
+    ended = known.get("state") in ENDED
+    if not known:
+        known = last_known(read_events(found.folder / "events.jsonl"))
+    if format is Format.json:
+        typer.echo(json.dumps({**known, "reachable": False}, indent=2))
+    else:
+        from diloco_cli.observe.terminal import summary_view, to_stdout
+
+        to_stdout().print(summary_view(known))
+    if not ended:
+        raise error
+
+
+def _await_end(found: Target, seconds: float) -> None:
+    """Waits until nobody holds the run any more."""
+    from diloco_cli.cli.folder import is_free, runner_of
+    from diloco_cli.cli.link import Asking
+    from diloco_cli.errors import LinkError, RunFailed
+
+    asking = Asking()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found.folder:
+            if runner_of(found.folder) is None and is_free(found.folder / "server" / "lock"):
+                return
+        else:
+            assert found.url is not None
+            try:
+                asking.status(found.url)
+            except LinkError:
+                return
+        time.sleep(0.2)
+    raise RunFailed(
+        f"{found} is still stopping after {seconds:g} s.",
+        hint=f"`diloco status {found}` shows what it waits for; wait longer with --wait.",
+    )

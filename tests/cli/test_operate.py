@@ -1,0 +1,258 @@
+"""Commands answer wrong questions with a sentence, a hint and the documented exit code."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco_cli.cli.app import main
+from diloco_cli.cli.folder import find, held, is_free, last_summary, runner_of, set_aside
+from diloco_cli.cli.goal import Goal, parse_goal
+from diloco_cli.errors import SpecError
+from diloco_cli.observe.events import EventLog
+
+SPEC = """
+spec: 1
+name: tiny
+budget: {tokens: 100_000}
+model: {kind: decoder, layers: 1, width: 32, heads: 2}
+data: {kind: python-source}
+inner: {batch: 2, sequence: 32}
+regions: [{name: left}, {name: right}]
+sync: {fragments: 2, every: 4, overlap: 1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Every test in a folder of its own, with a spec and without our environment variables."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("DILOCO_SERVER", "DILOCO_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    Path("run.yaml").write_text(SPEC)
+
+
+def diloco(capsys, *arguments):
+    """Runs a command; gives its exit code, what it printed and what it said."""
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+def a_run(name="tiny"):
+    folder = Path("runs") / name
+    (folder / "server").mkdir(parents=True)
+    (folder / "spec.resolved.yaml").write_text(SPEC)
+    return folder
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# Which region, which server
+
+
+def test_an_unknown_region_is_answered_with_the_known_ones(capsys):
+    code, _, said = diloco(capsys, "work", "run.yaml", "--region", "lefft")
+    assert code == 2
+    assert "no region 'lefft' in tiny; it has left, right" in said
+    assert "hint: Did you mean `left`?" in said
+
+
+def test_a_worker_must_know_its_region_and_its_server(capsys, monkeypatch):
+    code, _, said = diloco(capsys, "work", "run.yaml")
+    assert code == 2 and "DILOCO_REGION" in said and "left, right" in said
+    monkeypatch.setenv("DILOCO_REGION", "left")
+    code, _, said = diloco(capsys, "work", "run.yaml")
+    assert code == 2 and "DILOCO_SERVER" in said and "diloco serve" in said
+
+
+def test_a_worker_without_a_server_gives_up_after_its_patience(capsys):
+    url = f"http://127.0.0.1:{free_port()}"
+    asked = ("work", "run.yaml", "--region", "left", "--server", url, "--wait", "0.1")
+    code, _, said = diloco(capsys, *asked)
+    assert code == 4 and url in said and "hint:" in said
+
+
+def test_regions_to_start_here_must_exist(capsys):
+    code, _, said = diloco(capsys, "run", "run.yaml", "--regions", "left,rihgt")
+    assert code == 2 and "Did you mean `right`?" in said
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "work"])
+def test_a_wrong_spec_stops_every_command_before_anything_starts(capsys, command):
+    Path("run.yaml").write_text(SPEC + "sinc: {}\n")
+    code, _, said = diloco(capsys, command, "run.yaml")
+    assert code == 2 and "run.yaml:" in said and "sinc" in said
+    assert not Path("runs").exists()
+
+
+# Goals
+
+
+@pytest.mark.parametrize("text", ["tokens", "tokens=", "miles=3", "steps=-1", "minutes=nan"])
+def test_a_goal_that_makes_no_sense_is_refused(capsys, text):
+    code, _, said = diloco(capsys, "run", "run.yaml", "--until", text)
+    assert code == 2 and f"--until {text}" in said and "minutes=10" in said
+
+
+def test_goals_are_reached_by_tokens_steps_or_minutes():
+    status = {"tokens": {"applied": 1000}, "regions": [{"step": 10}, {"step": 30}]}
+    assert parse_goal("tokens=1_000") == Goal("tokens", 1000)
+    assert Goal("tokens", 1000).reached(status, seconds=0)
+    assert not Goal("tokens", 1001).reached(status, seconds=0)
+    assert Goal("steps", 30).reached(status, seconds=0)
+    assert not Goal("steps", 31).reached(status, seconds=0)
+    assert Goal("minutes", 2).reached({}, seconds=120)
+    assert not Goal("minutes", 2).reached({}, seconds=119)
+
+
+# Folders
+
+
+def test_a_run_is_found_by_spec_folder_name_url_or_as_the_newest():
+    old, new = a_run("older"), a_run("tiny")
+    os.utime(old / "spec.resolved.yaml", (1, 1))
+    assert find("http://h:1/").url == "http://h:1"
+    assert [find(asked).folder for asked in ("run.yaml", str(new), "tiny", None)] == [new] * 4
+    assert find("older").folder == old
+
+
+def test_the_environment_names_the_server_before_the_newest_run(monkeypatch):
+    a_run()
+    monkeypatch.setenv("DILOCO_SERVER", "http://agg:9")
+    assert find(None).url == "http://agg:9"
+
+
+@pytest.mark.parametrize("asked", ["nothing", "empty", None])
+def test_what_is_no_run_is_said_to_be_none(asked):
+    Path("empty").mkdir()
+    with pytest.raises(SpecError):
+        find(asked)
+
+
+def test_an_old_run_is_set_aside_and_never_overwritten():
+    for number in (1, 2):
+        a_run()
+        assert set_aside(Path("runs/tiny")) == Path(f"runs/tiny.old-{number}")
+    assert set_aside(Path("runs/tiny")) is None
+
+
+def test_a_folder_that_is_being_run_is_not_set_aside():
+    folder = a_run()
+    with held(folder), pytest.raises(SpecError, match="being run by process"):
+        set_aside(folder)
+    assert folder.exists()
+
+
+def test_a_lock_ends_with_its_process():
+    folder = a_run()
+    code = (
+        "import sys; from pathlib import Path; from diloco_cli.cli.folder import held\n"
+        "with held(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdin and child.stdout and child.stdout.readline() == b"held\n"
+    assert runner_of(folder) == child.pid and not is_free(folder / "run.lock")
+    child.kill()
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+    assert runner_of(folder) is None
+
+
+def test_a_summary_counts_only_while_the_run_has_not_gone_on():
+    folder = a_run()
+    (folder / "summary.json").write_text('{"state": "stopped"}')
+    assert last_summary(folder)["state"] == "stopped"
+    (folder / "server" / "address.json").write_text("{}")
+    later = time.time() + 10
+    os.utime(folder / "server" / "address.json", (later, later))
+    assert last_summary(folder) == {}
+
+
+# Commands about runs without a server
+
+
+def test_the_status_of_a_finished_run_needs_no_server(capsys):
+    folder = a_run()
+    summary = {"state": "finished", "outer_steps": 7, "loss": {"heldout": 2.0, "first": 5.0}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    code, printed, _ = diloco(capsys, "status", folder, "--format", "json")
+    assert code == 0
+    assert json.loads(printed)["outer_steps"] == 7
+    code, printed, _ = diloco(capsys, "status", folder)
+    assert code == 0 and "finished" in printed
+
+
+def test_without_a_server_the_last_known_state_is_shown_and_the_code_says_so(capsys):
+    folder = a_run()
+    EventLog(folder / "events.jsonl", "server").note("server-started", url="http://x")
+    code, printed, said = diloco(capsys, "status", folder, "--format", "json")
+    assert code == 4 and json.loads(printed)["state"] == "training"
+    assert json.loads(printed)["reachable"] is False
+    assert "has no server running" in said
+
+
+def test_an_unreachable_url_is_exit_code_4(capsys):
+    url = f"http://127.0.0.1:{free_port()}"
+    for command in ("status", "stop"):
+        code, printed, said = diloco(capsys, command, url)
+        assert (code, printed) == (4, "") and url in said and "hint:" in said
+
+
+def test_stopping_what_does_not_run_is_no_failure(capsys):
+    code, _, said = diloco(capsys, "stop", a_run())
+    assert code == 0 and "not running" in said
+
+
+def test_pulling_from_a_run_that_never_began_says_so(capsys):
+    code, _, said = diloco(capsys, "pull", a_run(), "--out", "w.safetensors")
+    assert code == 2 and "no weights yet" in said
+    code, _, said = diloco(capsys, "pull", "runs/tiny", "--out", "no/such/w.safetensors")
+    assert code == 2 and "no folder no/such" in said
+
+
+# diloco run, before it starts
+
+
+def test_a_finished_run_shows_its_summary_and_is_done(capsys):
+    from diloco_cli.assemble import load_run, spelled_out
+    from diloco_cli.spec.resolved import write_resolved
+
+    folder = Path("runs/tiny")
+    write_resolved(spelled_out(load_run("run.yaml").spec), folder)
+    (folder / "summary.json").write_text('{"state": "finished", "outer_steps": 7}')
+    code, printed, said = diloco(capsys, "run", "run.yaml")
+    assert code == 0 and "finished" in printed and "--fresh" in said
+    assert not (folder / "logs").exists()
+
+
+def test_another_runs_folder_is_refused_with_the_keys_that_differ(capsys):
+    a_run("other")
+    code, _, said = diloco(capsys, "run", "run.yaml", "--dir", "runs/other", "--set", "seed=7")
+    assert code == 2 and "seed: 0 there, 7 here" in said and "--fresh" in said
+
+
+@pytest.mark.parametrize("extra", [(), ("--detach",), ("--fresh",)])
+def test_a_folder_is_run_once_at_a_time(capsys, extra):
+    with held(Path("runs/tiny")):
+        code, _, said = diloco(capsys, "run", "run.yaml", *extra)
+    assert code == 2 and f"process {os.getpid()}" in said and "diloco status runs/tiny" in said
+
+
+def test_a_folder_that_cannot_be_made_is_exit_code_5(capsys):
+    Path("runs").write_text("in the way")
+    code, _, said = diloco(capsys, "run", "run.yaml")
+    assert code == 5 and "cannot be written" in said and "--dir" in said

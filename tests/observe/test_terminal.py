@@ -1,0 +1,140 @@
+"""People see the same facts on a wide terminal, a narrow one and in a log file."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from diloco_cli.observe.terminal import Progress, plain_line, status_view, summary_view
+
+STATUS = {
+    "run": "r1",
+    "name": "quickstart",
+    "url": "http://127.0.0.1:4321",
+    "why": "1 of 2 regions needed are here",
+    "state": "training",
+    "outer_steps": 12,
+    "tokens": {"budget": 4_000_000, "applied": 1_000_000, "pending": 5_000, "refused": 0},
+    "loss": {"heldout": 2.75, "train": 2.5},
+    "wire": {"bits_per_parameter_up": 3.154, "bits_per_parameter_down": 6.2},
+    "goodput": 0.97,
+    "regions": [
+        {
+            "name": "left",
+            "alive": True,
+            "training": True,
+            "contributing": True,
+            "step": 240,
+            "loss": 2.4,
+            "tokens_per_second": 3300.0,
+            "share": 0.8,
+            "why": "",
+        },
+        {
+            "name": "a-region-with-a-really-long-name",
+            "alive": True,
+            "training": False,
+            "contributing": True,
+            "step": 60,
+            "share": 0.2,
+            "restarts": 2,
+            "why": "waiting for version 7 of fragment 3",
+        },
+    ],
+}
+
+
+def drawn(view, width=100, **options):
+    console = Console(file=io.StringIO(), width=width, highlight=False, **options)
+    console.print(view)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_picture_fits_the_window_and_says_why_a_region_waits(width):
+    picture = drawn(status_view(STATUS, left=125), width)
+    assert max(map(len, picture.splitlines())) <= width
+    words = " ".join(picture.split())
+    for fact in (
+        "left",
+        "240",
+        "2.400",
+        "3300",
+        "80%",
+        "2.750",
+        "3.15 up",
+        "2 min 5 s left",
+        "1 of 2 regions",
+    ):
+        assert fact in words
+    assert "waiting" in words and "fragment" in words
+
+
+def test_text_from_a_region_is_never_read_as_markup():
+    evil = {**STATUS["regions"][0], "name": "[red]x[/red]", "why": "[bold]"}
+    assert "[red]x[/red]" in drawn(status_view({**STATUS, "regions": [evil]}))
+
+
+def test_no_color_means_no_escape_codes(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in drawn(status_view(STATUS), force_terminal=True)
+
+
+def test_an_empty_document_shows_dashes_and_no_zeroes():
+    assert "held-out loss –" in drawn(status_view({}))
+    assert "held-out –" in plain_line({})
+
+
+def test_a_lonely_region_is_called_lonely():
+    alone = [{**region, "contributing": n == 0} for n, region in enumerate(STATUS["regions"])]
+    told = plain_line({**STATUS, "regions": alone})
+    assert "left is training alone" in told
+    assert "training alone" not in plain_line(STATUS)
+    drained = {**STATUS["tokens"], "applied": 4_000_001}
+    assert "alone" not in plain_line({**STATUS, "regions": alone, "tokens": drained})
+    starting = [STATUS["regions"][0], {"name": "right", "alive": True, "step": 0}]
+    assert "training alone" not in plain_line({**STATUS, "regions": starting})
+
+
+def lines_of(progress):
+    return progress.console.file.getvalue().splitlines()
+
+
+def test_a_log_gets_a_line_every_ten_seconds_and_at_every_change_of_state():
+    now = [0.0]
+    console = Console(file=io.StringIO(), width=80)
+    with Progress(console, clock=lambda: now[0]) as progress:
+        for second in range(25):
+            now[0] = float(second)
+            progress.show(STATUS)
+        assert len(lines_of(progress)) == 3
+        progress.show({**STATUS, "state": "finished"})
+        assert len(lines_of(progress)) == 4
+        assert lines_of(progress)[-1].startswith(
+            "finished (1 of 2 regions needed are here) | 1.00M of 4.00M tokens (25%)"
+        )
+
+
+def test_the_time_left_comes_from_the_tokens_applied_lately():
+    now = [0.0]
+    console = Console(file=io.StringIO(), width=80)
+    with Progress(console, clock=lambda: now[0]) as progress:
+        progress.show(STATUS)
+        now[0] = 10.0
+        later = {**STATUS, "tokens": {**STATUS["tokens"], "applied": 2_000_000}}
+        progress.show(later)
+        assert lines_of(progress)[-1].endswith("20 s left")
+
+
+def test_the_summary_accounts_for_tokens_and_shows_the_fall_of_the_loss():
+    summary = {
+        "state": "finished",
+        "tokens": {"budget": 100, "applied": 101, "pending": 0, "refused": 3, "discarded": 4},
+        "loss": {"heldout": 2.1, "first": 5.5, "best": 2.0, "train": 1.9},
+        "outer_steps": 40,
+        "wire": {"bytes_up": 3_000_000, "bits_per_parameter_up": 3.15},
+        "wall_seconds": 125,
+    }
+    told = drawn(summary_view(summary))
+    for fact in ("finished", "5.500 at the start", "101 of 100", "3 refused", "3.0 MB", "2 min"):
+        assert fact in told
