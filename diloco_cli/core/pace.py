@@ -43,8 +43,11 @@ def due(
         number
         for number, slot in enumerate(slots)
         if slot.phase == "idle"
-        and _quorum_steps(number, slot, reports, live, sync.quorum)
-        >= _threshold(number, slot, len(slots), sync.every)
+        and (
+            _is_unanswered(slot)
+            or _quorum_steps(number, slot, reports, live, sync.quorum)
+            >= _threshold(number, slot, len(slots), sync.every)
+        )
     ]
 
 
@@ -56,6 +59,13 @@ def due_at_end(slots: Sequence[Slot], reports: Reports, live: Collection[str]) -
         if slot.phase == "idle"
         and (slot.waiting or any(_held(reports, region, number) >= 1 for region in live))
     ]
+
+
+def _is_unanswered(slot: Slot) -> bool:
+    # A frame made on the current version waits although nobody is called: its round lost
+    # all its members when it closed. The call still stands; with overlap 0 the region even
+    # makes no step, and so sets no pace, before a newer version comes.
+    return any(receipt.base == slot.version for receipt in slot.waiting.values())
 
 
 def _threshold(number: int, slot: Slot, fragments: int, every: int) -> float:

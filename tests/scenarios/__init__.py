@@ -1,0 +1,1 @@
+"""Stories in plain words, played on a virtual clock with the functions of the core."""
