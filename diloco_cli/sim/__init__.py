@@ -1,0 +1,1 @@
+"""Rehearsal: the same runs, on links and under faults of our choosing."""
