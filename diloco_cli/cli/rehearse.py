@@ -1,0 +1,59 @@
+"""Commands that measure and rehearse."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from diloco_cli.cli.author import Format, OutputFormat
+
+bench = typer.Typer(no_args_is_help=True, help="Measure, each figure beside its limit.")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this module."""
+    app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _bench() -> None:
+    """Keeps `inner` a subcommand while it is the only one."""
+
+
+@bench.command()
+def inner(
+    windows: Annotated[int, typer.Option(min=1, help="How often each side is measured.")] = 8,
+    seconds: Annotated[float, typer.Option(min=2.0, help="How long one measurement takes.")] = 4.0,
+    format: OutputFormat = Format.text,
+) -> None:
+    """Compare a worker beside live synchronisation with a bare loop of the same step.
+
+    Both get the same core, in turns: while one is measured the other is stopped.
+    """
+    from diloco_cli.cli.measure import inner_figures
+
+    show(inner_figures(windows=windows, seconds=seconds), format)
+
+
+def show(figures: list[dict[str, Any]], format: Format) -> None:
+    """Prints figures, each with the limit it was measured against in the same run."""
+    if format is Format.json:
+        typer.echo(json.dumps({"figures": figures}, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("figure", "value", "limit", "unit", "ratio", "goal", "", box=None)
+    for figure in figures:
+        table.add_row(
+            figure["name"],
+            f"{figure['value']:,.0f}",
+            f"{figure['reference']:,.0f}",
+            figure["unit"],
+            f"{figure['ratio']:.3f}",
+            f"≥ {figure['goal']:g}",
+            "met" if figure["met"] else "missed",
+        )
+    Console().print(table)

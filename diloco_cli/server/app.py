@@ -1,0 +1,129 @@
+"""The ASGI application: routes, the checks before them, words for whatever goes wrong."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from diloco_cli.errors import StoreError, WireError
+from diloco_cli.server.api import CALLS, Call
+from diloco_cli.server.coordinator import Coordinator, other_wire
+from diloco_cli.server.denied import HEADERS, Denied
+from diloco_cli.server.durable import DiskFull
+from diloco_cli.server.routes import Routes
+from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, WIRE_VERSION
+
+
+def make_app(coordinator: Coordinator, *, events: Path, url: Callable[[], str]) -> Guarded:
+    """Makes the ASGI application of a coordinator.
+
+    `events` is the path of the run log; `url` says where the server can be reached.
+    """
+    routes = Routes(coordinator, events, url)
+    table = [Route(call.path, _endpoint(routes, call), methods=[call.method]) for call in CALLS]
+
+    async def in_words(request: Request, error: Exception) -> Response:
+        return answer_error(error)
+
+    return Guarded(
+        Starlette(routes=table, exception_handlers={HTTPException: in_words}), coordinator
+    )
+
+
+def _endpoint(routes: Routes, call: Call) -> Callable[[Request], Awaitable[Response]]:
+    """Checks a request, lets the call answer, and puts failures into words."""
+    handler, run = getattr(routes, call.name), routes.state.store.run
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            if call.wire or call.region:
+                _check_wire(request)
+            _check_run(request, run, must=call.region)
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=400)  # Nobody is there to read it.
+        except Exception as error:
+            return answer_error(error)
+
+    return endpoint
+
+
+def _check_wire(request: Request) -> None:
+    theirs = request.headers.get(WIRE_HEADER)
+    if theirs != str(WIRE_VERSION):
+        raise other_wire(theirs[:20] if theirs else f"an unnamed one (`{WIRE_HEADER}` is missing)")
+
+
+def _check_run(request: Request, run: str, *, must: bool) -> None:
+    named = request.headers.get(RUN_HEADER)
+    if named is None and must:
+        raise Denied("bad-request", f"The header `{RUN_HEADER}` is missing.", HEADERS)
+    if named is not None and named != run:
+        raise Denied(
+            "other-run",
+            f"This server runs {run}, the request is for {named[:80]}.",
+            "Is the URL right? A region's folder belongs to one run; use another --dir.",
+        )
+
+
+class Guarded:
+    """Counts the requests under way and turns new ones away at the end."""
+
+    def __init__(self, app: ASGIApp, coordinator: Coordinator) -> None:
+        self.app = app
+        self.state = coordinator.state
+        self.under_way = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        self.under_way += 1
+        try:
+            if self.state.closed:
+                await answer_error(closing())(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
+        finally:
+            self.under_way -= 1
+
+
+def answer_error(error: Exception) -> Response:
+    """Turns what went wrong into an error body."""
+    denied = _denied(error)
+    return JSONResponse(denied.body, denied.status, denied.headers)
+
+
+def _denied(error: Exception) -> Denied:
+    if isinstance(error, Denied):
+        return error
+    if isinstance(error, DiskFull):
+        return Denied("no-room", error.message, error.hint, headers={"retry-after": "5"})
+    if isinstance(error, StoreError):
+        return closing()
+    if isinstance(error, WireError):
+        return Denied("bad-request", error.message, error.hint)
+    if isinstance(error, HTTPException):
+        code = "not-allowed" if error.status_code == 405 else "not-found"
+        hint, headers = "GET /openapi.json lists the calls.", dict(error.headers or {})
+        return Denied(code, f"{error.detail}.", hint, headers=headers)
+    traceback.print_exception(error, file=sys.stderr)
+    return Denied("failed", f"{type(error).__name__}: {error}", "See the server's log.")
+
+
+def closing() -> Denied:
+    """The server is on its way out."""
+    return Denied(
+        "closing",
+        "This server is about to stop.",
+        "It can be started again with the same command; regions wait for it.",
+        headers={"retry-after": "5"},
+    )

@@ -1,0 +1,250 @@
+"""Takes a contribution in: from the wire to the disk, looked at on the way.
+
+    sizes ─▶ stream to a draft ─▶ envelope ─▶ identity ─▶ numbers ─▶ durable ─▶ decision
+
+Whatever can be refused without reading is refused before; whatever can be refused
+without decompressing, before that. Numbers are decoded for one contribution at a time,
+so memory does not grow with the number of regions that send at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from diloco_cli.core import rounds
+from diloco_cli.core.fragments import Fragment, norm
+from diloco_cli.core.guard import Norms, inspect
+from diloco_cli.core.rounds import Accept, Receipt
+from diloco_cli.errors import WireError
+from diloco_cli.server.coordinator import Coordinator
+from diloco_cli.server.denied import Denied
+from diloco_cli.server.recipe import Recipe
+from diloco_cli.server.store import Draft
+from diloco_cli.wire.codec import NotFinite
+from diloco_cli.wire.frame import Frame, most_bytes, open_frame
+
+MOST_UPLOADS = 64
+"""Uploads at the same time; each may make the server hold a flow-control window of bytes."""
+
+SILENCE_SECONDS = 60.0
+"""An upload that sends nothing for so long is given up."""
+
+WRITE_BYTES = 1 << 20
+
+GENEROSITY = 64
+"""Times the tokens of a step in the server's spec that a region may claim: it may train
+with larger batches than the server knows of, but not outvote everybody by a claim."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """What the URL and the headers say a contribution is."""
+
+    fragment: int
+    region: str
+    base: int
+    clock: int
+    epoch: int
+
+
+class Intake:
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._state = coordinator.state
+        self._uploads = 0
+        self._arriving: Counter[str] = Counter()
+        self._checks = ThreadPoolExecutor(1, "check")
+
+    async def take(
+        self, address: Address, body: AsyncIterator[bytes], *, length: int | None
+    ) -> rounds.Answer:
+        """Reads one contribution and answers what becomes of it."""
+        recipe = self._state.recipe
+        limit = most_bytes(recipe.sizes[address.fragment], recipe.up)
+        self._check_before_reading(address, length, limit)
+        self._uploads += 1
+        try:
+            draft = await asyncio.to_thread(self._state.store.draft_payload, length or limit)
+            try:
+                await _receive(draft, body, limit)
+                if length is not None and draft.size != length:
+                    raise Denied("damaged", f"{draft.size} of {length} bytes arrived.", _AGAIN)
+                return await self._decide(address, draft)
+            finally:
+                await asyncio.to_thread(draft.discard)
+        finally:
+            self._uploads -= 1
+
+    def _check_before_reading(self, address: Address, length: int | None, limit: int) -> None:
+        self._coordinator.check_epoch(address.region, address.epoch)
+        if length is not None and length > limit:
+            raise too_large(length, limit)
+        if self._uploads >= MOST_UPLOADS:
+            raise Denied(
+                "busy",
+                f"{self._uploads} uploads are under way, {MOST_UPLOADS} is the most.",
+                "It is sent again by itself.",
+                headers={"retry-after": "2"},
+            )
+
+    async def _decide(self, address: Address, draft: Draft) -> rounds.Answer:
+        state, loop = self._state, asyncio.get_running_loop()
+        fragment = state.recipe.layout.fragments[address.fragment]
+        frame = await loop.run_in_executor(self._checks, self._open, address, draft)
+        receipt = _receipt(address, frame)
+        unfit, length = None, 0.0
+        if self._would_accept(receipt, address.epoch):
+            unfit, length = await loop.run_in_executor(
+                self._checks, examine, frame, fragment, state.norms[fragment.number], state.recipe
+            )
+        totals = dict(frame.header.totals)
+        del frame
+        self._arriving[receipt.digest] += 1
+        try:
+            if unfit is None:
+                await asyncio.to_thread(state.store.keep_payload, receipt.digest, draft)
+            return await self._coordinator.submit(
+                receipt, epoch=address.epoch, unfit=unfit, norm=length, totals=totals
+            )
+        finally:
+            self._arriving[receipt.digest] -= 1
+            await self._forget_unless_wanted(receipt.digest)
+
+    def _open(self, address: Address, draft: Draft) -> Frame:
+        try:
+            frame = open_frame(draft.read())
+        except WireError as error:
+            raise Denied("damaged", error.message, error.hint or _AGAIN) from None
+        if why := misaddressed(frame, address, self._state.recipe, self._state.store.run):
+            raise Denied("mismatch", why, _MISMATCH, fate="refused", why=why)
+        return frame
+
+    def _would_accept(self, receipt: Receipt, epoch: int) -> bool:
+        """Looks ahead, to spare decoding what is decided anyway: retries above all."""
+        state = self._state
+        standing = state.ledger.standing(receipt.region, receipt.fragment)
+        sync = state.sync
+        answer = rounds.admit(
+            receipt, standing, epoch=epoch, alpha=sync.alpha, staleness=sync.staleness
+        )
+        return isinstance(answer, Accept)
+
+    async def _forget_unless_wanted(self, digest: str) -> None:
+        # The same frame may be arriving twice: what one answer gives up, another may need.
+        if self._arriving[digest] <= 0:
+            del self._arriving[digest]
+            if not self._coordinator.wanted(digest):
+                await asyncio.to_thread(self._state.store.drop_payloads, [digest])
+
+
+async def _receive(draft: Draft, body: AsyncIterator[bytes], limit: int) -> None:
+    """Writes the body to the draft, never more than `limit` bytes of it."""
+    waiting, received = bytearray(), 0
+    pieces = aiter(body)
+    while True:
+        try:
+            async with asyncio.timeout(SILENCE_SECONDS):
+                piece = await anext(pieces, None)
+        except TimeoutError:
+            raise Denied(
+                "too-slow", f"Nothing arrived for {SILENCE_SECONDS:.0f} s.", _AGAIN
+            ) from None
+        received += len(piece or b"")
+        if received > limit:
+            raise too_large(received, limit)
+        waiting += piece or b""
+        if len(waiting) >= WRITE_BYTES or (piece is None and waiting):
+            await asyncio.to_thread(draft.write, bytes(waiting))
+            waiting.clear()
+        if piece is None:
+            return
+
+
+def _receipt(address: Address, frame: Frame) -> Receipt:
+    header = frame.header
+    return Receipt(
+        region=address.region,
+        fragment=address.fragment,
+        base=address.base,
+        clock=address.clock,
+        digest=frame.digest,
+        prev=header.prev,
+        tokens=header.tokens,
+        steps=header.steps,
+        bytes=frame.data.nbytes,
+    )
+
+
+def misaddressed(frame: Frame, address: Address, recipe: Recipe, run: str) -> str | None:
+    """Says in what a frame is not what its URL, or this run, says it is."""
+    header = frame.header
+    size = recipe.sizes[address.fragment]
+    for what, found, expected in (
+        ("kind", header.kind, "contribution"),
+        ("run", header.run, run),
+        ("layout", header.layout, recipe.layout.digest),
+        ("region", header.region, address.region),
+        ("fragment", header.fragment, address.fragment),
+        ("size", header.size, size),
+        ("base", header.base, address.base),
+        ("clock", header.clock, address.clock),
+        ("codec", frame.codec, recipe.up),
+        ("parts", header.parts, 1),
+    ):
+        if found != expected:
+            return f"the frame's {what} is {found!s:.80}, expected was {expected!s:.80}"
+    return None
+
+
+def examine(
+    frame: Frame, fragment: Fragment, norms: Norms, recipe: Recipe
+) -> tuple[str | None, float]:
+    """Decodes a contribution once: says why it must not be merged, or None, and its norm."""
+    if why := _dishonest(frame, recipe):
+        return why, 0.0
+    try:
+        values = frame.values()
+    except NotFinite as error:
+        return f"{_tensor_at(fragment, error.index)} has the value {error.value}", 0.0
+    except WireError as error:
+        return error.message, 0.0
+    return inspect(values, fragment, norms), norm(values)
+
+
+def _dishonest(frame: Frame, recipe: Recipe) -> str | None:
+    """Says what is impossible about the work a contribution claims to contain."""
+    header = frame.header
+    if header.steps < 1 or header.tokens <= 0:
+        return f"it claims {header.tokens:g} tokens in {header.steps:g} steps"
+    inner = recipe.spec.inner_of(header.region)
+    most = GENEROSITY * inner.batch * inner.sequence
+    if header.tokens > most * header.steps:
+        return (
+            f"it claims {header.tokens:g} tokens in {header.steps:g} steps, but the server's spec "
+            f"gives a step of {header.region} {inner.batch * inner.sequence}"
+        )
+    return None
+
+
+def _tensor_at(fragment: Fragment, index: int) -> str:
+    for piece in fragment.pieces:
+        if piece.offset <= index < piece.offset + piece.size:
+            return f"{piece.tensor} (rows {piece.start}:{piece.stop})"
+    return f"value {index}"
+
+
+def too_large(size: int, limit: int) -> Denied:
+    """The body is longer than anything that could be meant."""
+    return Denied(
+        "too-large",
+        f"The body has {size} bytes or more, at most {limit} are expected here.",
+        "Do both sides use the same model, `sync.fragments` and `wire.up`?",
+    )
+
+
+_AGAIN = "It was cut or changed on its way; send it again."
+_MISMATCH = "Server and worker disagree about what is sent; compare specs and `diloco --version`."

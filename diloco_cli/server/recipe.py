@@ -1,0 +1,36 @@
+"""What a server is made of, apart from its folder: the spec and the parts it names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_cli.core.fragments import Layout
+from diloco_cli.core.merge import MergeRule, weight
+from diloco_cli.core.outer import OuterOptimiser
+from diloco_cli.spec.schema import RunSpec
+from diloco_cli.wire.codec import Codec
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The parts of one run that its server needs; `assemble` puts it together."""
+
+    spec: RunSpec
+    layout: Layout
+    up: Codec
+    merge: MergeRule
+    outer: OuterOptimiser
+    spec_digest: str
+    """Of the settings every region must share."""
+    settings: dict[str, Any]
+    """Those settings, for `GET /v1/run`."""
+
+    @property
+    def sizes(self) -> list[int]:
+        return [fragment.size for fragment in self.layout.fragments]
+
+    def weight(self, tokens: float, steps: float) -> float:
+        """Says how much a contribution counts in its round."""
+        sync = self.spec.sync
+        return weight(tokens, steps, steps_cap=float((sync.staleness + 1) * sync.every))

@@ -1,0 +1,269 @@
+"""What each call does: read the request, ask the coordinator, write the answer.
+
+Nothing is decided here but what HTTP itself is about: sizes, headers, status codes. The
+calls and what they may answer are listed in `api.CALLS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+
+from diloco_cli.core.rounds import Accept, Ahead, Answer, Fenced, Foreign, Recorded, Refused
+from diloco_cli.observe.dashboard import page
+from diloco_cli.observe.metrics import prometheus_text
+from diloco_cli.server.api import openapi
+from diloco_cli.server.coordinator import Coordinator, server_behind
+from diloco_cli.server.denied import HEADERS, Denied
+from diloco_cli.server.intake import Address, Intake, too_large
+from diloco_cli.server.sending import send
+from diloco_cli.server.status import status
+from diloco_cli.server.tail import tail
+from diloco_cli.wire.messages import (
+    EPOCH_HEADER,
+    LONG_POLL_SECONDS,
+    WIRE_VERSION,
+    Join,
+    Message,
+    Run,
+    parse,
+    parse_heartbeat,
+)
+
+LONGEST_WAIT = 60.0
+MOST_JSON_BYTES = 1 << 16
+
+
+class Routes:
+    """The calls of `api.CALLS`, one method each."""
+
+    def __init__(self, coordinator: Coordinator, events: Path, url: Callable[[], str]) -> None:
+        self.coordinator = coordinator
+        self.state = coordinator.state
+        self.intake = Intake(coordinator)
+        self._events = events
+        self._url = url
+
+    # Regions
+
+    async def about(self, request: Request) -> Response:
+        recipe = self.state.recipe
+        return _json(
+            Run(
+                run=self.state.store.run,
+                name=recipe.spec.name,
+                state=self.state.word,
+                spec_digest=recipe.spec_digest,
+                layout_digest=recipe.layout.digest,
+                wire=WIRE_VERSION,
+                fragments=tuple(recipe.sizes),
+                lease_seconds=recipe.spec.server.lease,
+                settings=recipe.settings,
+            )
+        )
+
+    async def join(self, request: Request) -> Response:
+        asked = parse(Join, await self._body(request))
+        return _json(await self.coordinator.join(request.path_params["region"], asked))
+
+    async def heartbeat(self, request: Request) -> Response:
+        fragments = len(self.state.recipe.sizes)
+        said = parse_heartbeat(await self._body(request), fragments=fragments)
+        return _json(await self.coordinator.heartbeat(request.path_params["region"], said))
+
+    async def calls(self, request: Request) -> Response:
+        news = await self.coordinator.wait_news(
+            request.path_params["region"],
+            epoch=_number(request, "epoch"),
+            after=_number(request, "after", -1),
+            wait=_wait(request),
+        )
+        return _json(news) if news else Response(status_code=204)
+
+    async def contribute(self, request: Request) -> Response:
+        where = request.path_params
+        address = Address(
+            fragment=self._fragment(request),
+            region=where["region"],
+            base=where["base"],
+            clock=where["clock"],
+            epoch=_header_number(request, EPOCH_HEADER),
+        )
+        answer = await self.intake.take(address, request.stream(), length=_length(request))
+        return self._fate(address, answer)
+
+    def _fate(self, address: Address, answer: Answer) -> Response:
+        slot = self.state.ledger.slots[address.fragment]
+        merged = slot.merged.get(address.region, "")
+        if isinstance(answer, Accept):
+            said = {"fate": "pending", "why": answer.why, "merged": merged, "recorded": False}
+            return JSONResponse(said, 201)
+        if isinstance(answer, Recorded):
+            fate, why = answer.decision.fate, answer.decision.why
+            return JSONResponse({"fate": fate, "why": why, "merged": merged, "recorded": True})
+        if isinstance(answer, Fenced):
+            raise Denied("fenced", f"{answer.why}.", "Stop training and join again.")
+        if isinstance(answer, Ahead):
+            who = f"{address.region} contributes on version {address.base}"
+            raise server_behind(who, address.fragment, slot.version)
+        hint = "Keep the work; it travels with the next contribution."
+        code = "returned"
+        if isinstance(answer, Refused | Foreign):
+            hint = "Drop the work and go on from the published weights."
+            code = "refused" if isinstance(answer, Refused) else "foreign"
+        raise Denied(code, answer.why, hint, fate=code, why=answer.why, merged=merged)
+
+    # Weights
+
+    async def fragment(self, request: Request) -> Response:
+        latest = await self.coordinator.wait_version(
+            self._fragment(request), after=_number(request, "after", -1), wait=_wait(request)
+        )
+        return _json(latest) if latest else Response(status_code=204)
+
+    async def version(self, request: Request) -> Response:
+        fragment, version = self._fragment(request), request.path_params["version"]
+        since = _number(request, "from", -1)
+        await self.state.commit.durable()
+        newest = self.state.weights.newest[fragment].number
+        if version > newest:
+            raise Denied("not-found", f"Fragment {fragment} is at version {newest}.", _NEWEST)
+        if "from" in request.query_params:
+            resource = self.state.weights.chain(fragment, since, version)
+        else:
+            resource = await self.state.weights.whole(fragment, version)
+        if resource is None:
+            what = f"Version {version} of fragment {fragment}"
+            asked = f"{what} from version {since}" if since >= 0 else what
+            raise Denied("gone", f"{asked} is no longer kept; {newest} is the newest.", _NEWEST)
+        answer = send(request, resource)
+        if request.method == "GET" and answer.status_code != 304:
+            self.state.tally.bytes_down += int(answer.headers["content-length"])
+        return answer
+
+    async def weights(self, request: Request) -> Response:
+        asked = _number(request, "version", -1) if "version" in request.query_params else None
+        await self.state.commit.durable()
+        weights = self.state.weights
+        if asked is None:
+            model = weights.model()
+        else:
+            model = await asyncio.to_thread(weights.model, asked)
+        if model is None:
+            clock = [each.number for each in weights.newest]
+            code = "not-found" if asked is not None and asked > min(clock) else "gone"
+            raise Denied(
+                code,
+                f"Not every fragment has version {asked} here; the newest are {clock}.",
+                "Leave `version` out for the newest of each fragment.",
+            )
+        headers = {
+            "content-length": str(model.size),
+            "cache-control": "no-store",
+            "content-disposition": f'attachment; filename="{self.state.spec.name}.safetensors"',
+            "diloco-versions": json.dumps(model.versions),
+        }
+        media = "application/octet-stream"
+        if request.method == "HEAD":
+            return Response(headers=headers, media_type=media)
+        return StreamingResponse(model.read(), headers=headers, media_type=media)
+
+    # People
+
+    async def status(self, request: Request) -> Response:
+        return JSONResponse(self._status(), headers={"cache-control": "no-store"})
+
+    async def events(self, request: Request) -> Response:
+        said = request.query_params.get("after") or request.headers.get("last-event-id")
+        after = int(said) if said and said.isascii() and said.isdigit() else None
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        stream = tail(self._events, after, self.state)
+        return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
+
+    async def stop(self, request: Request) -> Response:
+        self.coordinator.stop("somebody asked for it")
+        return JSONResponse({"state": self.state.word, "run": self.state.store.run}, 202)
+
+    async def metrics(self, request: Request) -> Response:
+        text = prometheus_text(self._status())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def health(self, request: Request) -> Response:
+        well = self.state.failure is None
+        said = {"ok": well, "run": self.state.store.run, "trouble": self.state.trouble}
+        return JSONResponse(said, 200 if well else 503)
+
+    async def described(self, request: Request) -> Response:
+        return JSONResponse(openapi(importlib.metadata.version("diloco-cli")))
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(page(self._status()), headers={"cache-control": "no-store"})
+
+    # Shared
+
+    def _status(self) -> dict[str, Any]:
+        return status(self.coordinator, self._url())
+
+    def _fragment(self, request: Request) -> int:
+        fragment, count = request.path_params["fragment"], len(self.state.recipe.sizes)
+        if fragment >= count:
+            raise Denied("not-found", f"There is no fragment {fragment}, there are {count}.")
+        return fragment
+
+    async def _body(self, request: Request) -> bytes:
+        """Reads a JSON body, which is short."""
+        limit = MOST_JSON_BYTES + 512 * len(self.state.recipe.sizes)
+        if (length := _length(request)) and length > limit:
+            raise too_large(length, limit)
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit:
+                raise too_large(len(body), limit)
+        return body
+
+
+def _json(said: Message) -> Response:
+    return Response(said.body(), media_type="application/json")
+
+
+def _number(request: Request, key: str, otherwise: int | None = None) -> int:
+    text = request.query_params.get(key)
+    if text is None and otherwise is not None:
+        return otherwise
+    try:
+        return max(-1, min(int(text or ""), 2**53))
+    except ValueError:
+        raise Denied("bad-request", f"`{key}` is {text!r:.40}, it needs a whole number.") from None
+
+
+def _header_number(request: Request, key: str) -> int:
+    text = request.headers.get(key, "")
+    if not (text.isascii() and text.isdigit()) or len(text) > 16:
+        raise Denied("bad-request", f"The header `{key}` is {text!r:.40}.", HEADERS)
+    return int(text)
+
+
+def _length(request: Request) -> int | None:
+    return _header_number(request, "content-length") if _has_length(request) else None
+
+
+def _has_length(request: Request) -> bool:
+    return "content-length" in request.headers
+
+
+def _wait(request: Request) -> float:
+    try:
+        return max(0.0, min(float(request.query_params["wait"]), LONGEST_WAIT))
+    except (KeyError, ValueError):
+        return LONG_POLL_SECONDS
+
+
+_NEWEST = "Ask `GET /v1/fragments/{f}` for the newest version and its links."

@@ -1,0 +1,59 @@
+"""Bytes that never change, sent whole or in ranges."""
+
+from __future__ import annotations
+
+import re
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from diloco_cli.server.denied import Denied
+from diloco_cli.server.weights import Resource
+
+FOREVER = "public, max-age=31536000, immutable"
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+def send(request: Request, resource: Resource) -> Response:
+    """Answers with a resource, or the part of it that was asked for, or that it is known."""
+    headers = {"etag": resource.etag, "cache-control": FOREVER, "accept-ranges": "bytes"}
+    if resource.etag in _etags(request.headers.get("if-none-match", "")):
+        return Response(status_code=304, headers=headers)
+    start, stop, status = 0, resource.size, 200
+    if found := _asked(request, resource):
+        start, stop = found
+        status = 206
+        headers["content-range"] = f"bytes {start}-{stop - 1}/{resource.size}"
+    headers["content-length"] = str(stop - start)
+    media = "application/octet-stream"
+    if request.method == "HEAD":
+        return Response(status_code=status, headers=headers, media_type=media)
+    return StreamingResponse(resource.read(start, stop), status, headers, media)
+
+
+def _asked(request: Request, resource: Resource) -> tuple[int, int] | None:
+    """The range asked for, as (start, stop); None for everything.
+
+    As HTTP wants it, what is not understood (several ranges, other units) is not there.
+    """
+    found = _RANGE.fullmatch(request.headers.get("range", "").replace(" ", ""))
+    if not found or request.headers.get("if-range", resource.etag) != resource.etag:
+        return None
+    first, last = found.groups()
+    if not first and not last:
+        return None
+    start = int(first) if first else max(0, resource.size - int(last))
+    stop = min(int(last) + 1, resource.size) if first and last else resource.size
+    if first and last and int(last) < start:
+        return None
+    if start >= stop:
+        raise Denied(
+            "range",
+            f"Bytes {found.group()[6:]} are asked for, there are {resource.size}.",
+            headers={"content-range": f"bytes */{resource.size}"},
+        )
+    return start, stop
+
+
+def _etags(header: str) -> set[str]:
+    return {each.strip().removeprefix("W/") for each in header.split(",")}

@@ -1,0 +1,174 @@
+"""The server's life: open, listen, serve, say goodbye.
+
+    open the folder ─▶ replay ─▶ listen ─▶ address.json ─▶ … ─▶ drain ─▶ summary.json ─▶ gone
+
+It ends by itself when the run is finished and everybody has heard so, and on SIGTERM,
+SIGINT, `POST /v1/stop` or, started with a parent, when the parent is gone: regions are
+told, rounds that are closing get published, what is recorded is flushed. A second signal
+ends it at once; nothing acknowledged is lost either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from diloco_cli.errors import DilocoError, RunFailed
+from diloco_cli.observe.events import EventLog
+from diloco_cli.server import durable
+from diloco_cli.server.app import Guarded, make_app
+from diloco_cli.server.coordinator import Coordinator
+from diloco_cli.server.listener import Listener, bind, url_of
+from diloco_cli.server.opening import Initial, open_coordinator
+from diloco_cli.server.recipe import Recipe
+from diloco_cli.server.status import summary
+
+FAREWELL_SECONDS = 5.0
+"""Requests under way get this long to finish."""
+
+
+def serve(recipe: Recipe, folder: Path, initial: Initial, *, with_parent: bool = False) -> int:
+    """Serves a run from its folder until it is finished or stopped; returns the exit code.
+
+    `initial` makes the weights of version 0 and is called only if the folder has none.
+    With a parent, the end of standard input means the same as SIGTERM.
+    """
+    events = EventLog(folder / "events.jsonl", "server")
+    try:
+        return asyncio.run(_serve(recipe, folder, initial, events, with_parent))
+    finally:
+        events.close()
+
+
+async def _serve(
+    recipe: Recipe, folder: Path, initial: Initial, events: EventLog, with_parent: bool
+) -> int:
+    began = time.monotonic()
+    taken = bind(recipe.spec.server.listen, prefer=_last_port(folder))
+    url = url_of(taken)
+    try:
+        coordinator = open_coordinator(
+            recipe, folder / "server", initial, note=events.note, notice=say
+        )
+    except BaseException:
+        taken.close()
+        raise
+    app = make_app(coordinator, events=events.path, url=lambda: url)
+    listener = Listener(app, taken)
+    conducting: asyncio.Task[None] | None = None
+    try:
+        _watch_signals(coordinator)
+        if with_parent:
+            _watch_parent(coordinator)
+        await listener.start()
+        conducting = asyncio.create_task(coordinator.run())
+        coordinator.state.store.announce(url)
+        _greet(coordinator, url, time.monotonic() - began)
+        await coordinator.done.wait()
+        return await _farewell(coordinator, app, folder)
+    finally:
+        coordinator.state.close()
+        await listener.end()
+        if conducting:
+            await conducting
+        coordinator.state.store.close()
+
+
+async def _farewell(coordinator: Coordinator, app: Guarded, folder: Path) -> int:
+    """Brings everything to rest and writes the summary."""
+    state = coordinator.state
+    if state.failure is None:
+        await coordinator.settled()
+    state.close()
+    deadline = time.monotonic() + FAREWELL_SECONDS
+    while app.under_way and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    if state.failure is not None:
+        raise _in_words(state.failure)
+    await state.commit.close()
+    text = json.dumps(summary(coordinator), indent=2)
+    durable.keep_bytes(folder / "summary.json", text.encode() + b"\n")
+    say(f"{state.spec.name}: {state.word} ({state.ledger.finished or state.stopping})")
+    return 0
+
+
+def _in_words(failure: BaseException) -> BaseException:
+    if isinstance(failure, DilocoError):
+        return failure
+    error = RunFailed(
+        f"The server failed: {type(failure).__name__}: {failure}.",
+        hint="Start it again with the same command; please report this.",
+    )
+    error.__cause__ = failure
+    return error
+
+
+def _greet(coordinator: Coordinator, url: str, seconds: float) -> None:
+    state = coordinator.state
+    recovered = state.ledger.outer_steps
+    what = f"resumed after {recovered} outer steps" if state.store.journal.last else "begun"
+    say(f"{state.spec.name} (run {state.store.run}) {what}, serving at {url}")
+    state.note(
+        "server-started",
+        url=url,
+        pid=os.getpid(),
+        recovered=recovered,
+        seconds_taken=round(seconds, 3),
+    )
+
+
+def _watch_signals(coordinator: Coordinator) -> None:
+    loop, heard = asyncio.get_running_loop(), []
+
+    def hear(number: signal.Signals) -> None:
+        if heard:
+            # Everything acknowledged is on the disk; the next start replays it.
+            os._exit(128 + number)
+        heard.append(number)
+        say(f"{number.name}: stopping; once more to stop at once")
+        coordinator.stop(f"{number.name} received")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, hear, number)
+
+
+def _watch_parent(coordinator: Coordinator) -> None:
+    loop = asyncio.get_running_loop()
+
+    def gone() -> None:
+        say("the parent process is gone: stopping")
+        coordinator.stop("its parent process is gone")
+
+    threading.Thread(target=_wait_for_end, args=(loop, gone), daemon=True).start()
+
+
+def _wait_for_end(loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
+    try:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+    except (OSError, ValueError):
+        pass
+    with suppress(RuntimeError):  # The server may have ended by itself.
+        loop.call_soon_threadsafe(gone)
+
+
+def _last_port(folder: Path) -> int:
+    """The port of a server that was killed here: its regions still look for it there."""
+    try:
+        url = json.loads((folder / "server" / "address.json").read_bytes())["url"]
+        return int(url.rsplit(":", 1)[1])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return 0
+
+
+def say(text: str) -> None:
+    """Talks to whoever started the server."""
+    print(text, file=sys.stderr, flush=True)

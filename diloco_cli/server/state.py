@@ -1,0 +1,142 @@
+"""The state of a run, in one place: what is durable, what is only remembered.
+
+    durable, by the journal     ledger (decides), tally (counts)
+    memory, rebuilt at start    leases, reports, timers of open rounds, averages, norms
+
+Everything here belongs to one event loop. Between two awaits nothing else runs, so a
+decision, its record and its effect are one act, and no lock is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from diloco_cli.core import pace, rounds
+from diloco_cli.core.guard import Norms
+from diloco_cli.core.ledger import Ledger, Slot
+from diloco_cli.core.rounds import Round
+from diloco_cli.server.commit import Commit
+from diloco_cli.server.presence import Presences
+from diloco_cli.server.recipe import Recipe
+from diloco_cli.server.store import Store
+from diloco_cli.server.tally import Tally
+from diloco_cli.server.weights import Weights
+
+Seconds = float
+T = TypeVar("T")
+
+
+class State:
+    """Everything a server knows about its run, and the one way to change it: `record`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        store: Store,
+        ledger: Ledger,
+        tally: Tally,
+        weights: Weights,
+        *,
+        clock: Callable[[], Seconds] = time.monotonic,
+        wall: Callable[[], Seconds] = time.time,
+        note: Callable[..., None] = lambda kind, **fields: None,
+    ) -> None:
+        self.recipe, self.store, self.weights = recipe, store, weights
+        self.spec, self.sync = recipe.spec, recipe.spec.sync
+        self.ledger, self.tally = ledger, tally
+        self.clock, self.wall, self.note = clock, wall, note
+        self.began = now = clock()
+        self.served_before = tally.seconds
+        self.presences = Presences(ledger.regions, self.spec.server.lease, now=now)
+        self.averages = pace.Averages()
+        self.norms = [Norms() for _ in ledger.slots]
+        self.rounds = [self._reopened(slot, now) for slot in ledger.slots]
+        self.why = ["not called yet"] * len(ledger.slots)
+        """What each fragment's round waits for."""
+        self.over_at: Seconds | None = now if ledger.end else None
+        """When the end was called, or this server learnt of it."""
+        self.finished_at: Seconds | None = now if ledger.finished else None
+        self.moved_at = now
+        """When work was last accepted or published."""
+        self.stopping = ""
+        self.trouble = ""
+        """What keeps the rounds from going on, in words."""
+        self.failure: BaseException | None = None
+        self.closed = False
+        self.wake = asyncio.Event()
+        """Set when something happened that a tick should look at."""
+        self._changed = asyncio.Event()
+        self.commit = Commit(store.journal)
+        self.commit.on_durable = self.announce
+        self.commit.on_failure = self.fail
+
+    def _reopened(self, slot: Slot, now: Seconds) -> Round:
+        """The round as a restarted server sees it: called, if it was called, just now."""
+        waiting = Round(members=tuple(sorted(slot.waiting)))
+        if slot.phase != "called":
+            return waiting
+        grace = pace.grace(self.averages, self.ledger.regions, self.sync)
+        return rounds.called(waiting, need=self.need, usual=0.0, grace=grace, now=now)
+
+    @property
+    def need(self) -> int:
+        """Contributions that a round needs now."""
+        return 1 if self.ledger.end else self.sync.quorum
+
+    @property
+    def word(self) -> str:
+        """waiting, training, finished or stopped."""
+        if self.ledger.finished:
+            return "finished"
+        if self.stopping:
+            return "stopped"
+        return "training" if len(self.live()) >= self.need else "waiting"
+
+    @property
+    def seconds(self) -> Seconds:
+        """How long the run has been served, all starts together."""
+        return self.served_before + self.clock() - self.began
+
+    def live(self) -> set[str]:
+        """Regions that hold a lease and are not about to leave."""
+        return self.presences.here(now=self.clock())
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Journals a decision and lets it take effect; durable only after `commit.durable`."""
+        record = {"kind": kind, "time": round(self.wall(), 3), **fields}
+        number = self.commit.append(record)
+        self.ledger.apply(number, record)
+        self.tally.apply(record)
+
+    async def said(self, build: Callable[[], T]) -> T:
+        """Builds an answer, and lets it out once everything it rests on is on the disk."""
+        answer = build()
+        await self.commit.durable()
+        return answer
+
+    async def until(self, ready: Callable[[], bool], wait: Seconds) -> None:
+        """Waits for `ready`, at most `wait` seconds, looking whenever something became durable."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                while not ready() and not self.closed:
+                    await self._changed.wait()
+
+    def announce(self) -> None:
+        """Lets everyone who waits look again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the server: what it would say next could not be trusted."""
+        self.failure = self.failure or error
+        self.close()
+
+    def close(self) -> None:
+        """Ends all waiting."""
+        self.closed = True
+        self.announce()
+        self.wake.set()

@@ -1,0 +1,179 @@
+"""What do the journal and the reports add up to?
+
+The ledger knows what decides; the tally knows what people want to see: tokens by fate,
+shares, bytes, times. It is a fold over the same records, so a restarted server does not
+forget who did what. Nothing is ever decided on it.
+
+Tokens are booked for each folder of a region (its `owner`), fragment by fragment. A
+region that lost its disk starts its books again, and the old ones stay as they were:
+
+    trained = applied + pending + refused + discarded        in each folder and fragment
+
+`applied` is the server's own sum over what it published; the rest is what the region
+reports. So the equation fails if anything was merged twice, lost or made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_cli.core.rounds import Receipt
+from diloco_cli.server.recipe import Recipe
+from diloco_cli.wire.messages import Tokens
+
+FATES = ("trained", "applied", "pending", "refused", "discarded")
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Tokens by fate, of one fragment in one folder."""
+
+    trained: float = 0.0
+    applied: float = 0.0
+    pending: float = 0.0
+    refused: float = 0.0
+    discarded: float = 0.0
+
+    def __add__(self, other: Books) -> Books:
+        return Books(*(getattr(self, fate) + getattr(other, fate) for fate in FATES))
+
+    @property
+    def gap(self) -> float:
+        return self.trained - (self.applied + self.pending + self.refused + self.discarded)
+
+
+@dataclass(slots=True)
+class Account:
+    """One folder of a region: what was merged for it, and what it says."""
+
+    applied: list[float]
+    posted: dict[int, Books] = field(default_factory=dict)
+    """By fragment: the totals in the header of the newest frame."""
+    reported: Tokens | None = None
+
+    def books(self, fragment: int) -> Books:
+        """The region's newest word on a fragment, with the server's own `applied`.
+
+        A trainer that died right after posting has said more in the frame than in any
+        heartbeat, so the word that knows of more training counts.
+        """
+        said = self.posted.get(fragment)
+        if self.reported is not None:
+            heard = Books(*(getattr(self.reported, fate)[fragment] for fate in FATES))
+            said = heard if said is None or heard.trained >= said.trained else said
+        applied = self.applied[fragment]
+        if said is None:
+            return Books(trained=applied, applied=applied)
+        # What is merged but not yet adopted is still pending in the region's own books.
+        pending = said.pending - (applied - said.applied)
+        return Books(said.trained, applied, pending, said.refused, said.discarded)
+
+
+class Tally:
+    """Sums over a run's journal and its regions' reports."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self.accounts: dict[tuple[str, str], Account] = {}
+        self.shares: dict[str, float] = {}
+        """Sum over rounds of each region's share of the merged weight."""
+        self.rounds = 0
+        self.merged_at: dict[str, float] = {}
+        self.began: float | None = None
+        self.seconds = 0.0
+        """Served so far, all starts of the server together."""
+        self.bytes_down = 0
+        self.delta_bytes = 0
+        self.delta_values = 0
+        self._owner: dict[str, str] = {}
+        self._waiting: dict[tuple[str, int], tuple[str, Receipt]] = {}
+
+    def apply(self, record: Mapping[str, Any]) -> None:
+        """Adds one record of the journal."""
+        if self.began is None:
+            self.began = record.get("time")
+        match record["kind"]:
+            case "joined":
+                self._owner[record["region"]] = record["owner"]
+                self.account(record["region"])
+            case "decided":
+                self._decided(record)
+            case "published":
+                self._published(record)
+
+    def account(self, region: str) -> Account:
+        """The account of the folder that speaks for the region now."""
+        key = (region, self._owner.get(region, ""))
+        if key not in self.accounts:
+            self.accounts[key] = Account([0.0] * len(self._recipe.sizes))
+        return self.accounts[key]
+
+    def _decided(self, record: Mapping[str, Any]) -> None:
+        receipt = Receipt(**record["receipt"])
+        totals = record.get("totals") or {}
+        if totals:
+            said = Books(**{fate: totals.get(fate, 0.0) for fate in FATES if fate != "pending"})
+            pending = Books(said.trained, said.applied, said.gap, said.refused, said.discarded)
+            self.account(receipt.region).posted[receipt.fragment] = pending
+        if record["fate"] == "pending":
+            owner = self._owner.get(receipt.region, "")
+            self._waiting[receipt.region, receipt.fragment] = (owner, receipt)
+
+    def _published(self, record: Mapping[str, Any]) -> None:
+        fragment = record["fragment"]
+        weights: dict[str, float] = {}
+        for region in record["members"]:
+            owner, receipt = self._waiting.pop((region, fragment))
+            self.accounts[region, owner].applied[fragment] += receipt.tokens
+            weights[region] = self._recipe.weight(receipt.tokens, receipt.steps)
+            self.merged_at[region] = record.get("time", 0.0)
+        for region, weight in weights.items():
+            share = weight / sum(weights.values())
+            self.shares[region] = self.shares.get(region, 0.0) + share
+        self.rounds += 1
+        self.delta_bytes += record["bytes"]
+        self.delta_values += self._recipe.sizes[fragment]
+        self.bytes_down = max(self.bytes_down, record.get("bytes_down", 0))
+        self.seconds = max(self.seconds, record.get("seconds", 0.0))
+
+    def share(self, region: str) -> float | None:
+        """The region's mean share of the weight merged in a round; None before any round."""
+        return self.shares.get(region, 0.0) / self.rounds if self.rounds else None
+
+    def books(self, *, finished: bool) -> list[Books]:
+        """Sums the accounts, fragment by fragment; after the end nothing is pending any more."""
+        sums = []
+        for fragment in range(len(self._recipe.sizes)):
+            total = Books()
+            for account in self.accounts.values():
+                total += account.books(fragment)
+            if finished:
+                total = Books(
+                    total.trained,
+                    total.applied,
+                    0.0,
+                    total.refused,
+                    total.discarded + total.pending,
+                )
+            sums.append(total)
+        return sums
+
+    def balanced(self, applied: Sequence[float]) -> bool:
+        """Says whether every token of every folder and fragment has exactly one fate.
+
+        `applied` are the ledger's own sums, one for each fragment.
+        """
+        # A blend scales work by its share, which rounds; all else is whole numbers.
+        rounding = 0.0 if self._recipe.spec.sync.alpha in (0.0, 1.0) else 1e-9
+        for fragment, expected in enumerate(applied):
+            every = [account.books(fragment) for account in self.accounts.values()]
+            for books in every:
+                slack = rounding * max(1.0, books.trained)
+                if abs(books.gap) > slack or books.pending < -slack:
+                    return False
+            found = sum(books.applied for books in every)
+            if abs(found - expected) > rounding * max(1.0, expected):
+                return False
+        return True

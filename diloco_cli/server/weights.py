@@ -1,0 +1,202 @@
+"""Immutable versions of every fragment: encoded once, served many times.
+
+The newest version lives in memory; its arrays are never changed, only replaced, so a
+reader that holds them reads one clock however long it takes. On disk are the deltas of
+the last versions (the store keeps them) and, once somebody has asked, the newest whole
+frame (a cache: gone at the next start).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from diloco_cli.core.fragments import Layout, Piece
+from diloco_cli.server.merging import Version, frame_header
+from diloco_cli.server.recipe import Recipe
+from diloco_cli.server.store import Store
+from diloco_cli.wire.codec import codecs
+from diloco_cli.wire.frame import pack
+from diloco_cli.wire.messages import Links, version_path
+
+PIECE_BYTES = 1 << 20
+"""Bytes read and sent at a time."""
+
+
+@dataclass(frozen=True)
+class Resource:
+    """Bytes that never change: one or more files, one after another."""
+
+    files: tuple[tuple[Path, int], ...]
+    """Each with its length."""
+    etag: str
+
+    @property
+    def size(self) -> int:
+        return sum(length for _, length in self.files)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """Yields the bytes from `start` to `stop`, a piece at a time."""
+        left = (self.size if stop is None else stop) - start
+        for path, length in self.files:
+            if start >= length:
+                start -= length
+                continue
+            with open(path, "rb") as file:
+                file.seek(start)
+                while left > 0 and (piece := file.read(min(PIECE_BYTES, left))):
+                    left -= len(piece)
+                    yield piece
+            start = 0
+
+
+class Weights:
+    """Every fragment's newest version, and what is kept of the ones before."""
+
+    def __init__(
+        self, recipe: Recipe, store: Store, newest: Sequence[Version], cache: Path
+    ) -> None:
+        self.recipe = recipe
+        self.newest = list(newest)
+        self._store = store
+        self._cache = cache
+        self._encoding: dict[tuple[int, int], asyncio.Future[Resource]] = {}
+        shutil.rmtree(cache, ignore_errors=True)
+        cache.mkdir(parents=True)
+
+    def install(self, fragment: int, version: Version) -> None:
+        """Makes a version the newest; the whole frame of the one before the last is forgotten."""
+        self.newest[fragment] = version
+        # The last one may be about to be read; the one before it had its time.
+        for number in [n for f, n in self._encoding if f == fragment and n < version.number - 1]:
+            del self._encoding[fragment, number]
+            self._whole_path(fragment, number).unlink(missing_ok=True)
+
+    def chain(self, fragment: int, since: int, version: int) -> Resource | None:
+        """The deltas that lead from `since` to `version`; None when one is no longer kept."""
+        files = []
+        for number in range(since + 1, version + 1):
+            path = self._store.delta(fragment, number)
+            if path is None or number > self.newest[fragment].number:
+                return None
+            files.append((path, path.stat().st_size))
+        if not files:
+            return None
+        return Resource(tuple(files), f'"{since}-{version}-{_last_bytes(files[-1][0])}"')
+
+    async def whole(self, fragment: int, version: int) -> Resource | None:
+        """The whole frame of a version, encoded by whoever asks first; None when it is gone."""
+        key = (fragment, version)
+        if key not in self._encoding:
+            newest = self.newest[fragment]
+            if newest.number != version:
+                return None
+            loop = asyncio.get_running_loop()
+            self._encoding[key] = loop.run_in_executor(None, self._encode, fragment, newest)
+        try:
+            return await asyncio.shield(self._encoding[key])
+        except Exception:
+            self._encoding.pop(key, None)  # The disk may have room for it next time.
+            raise
+
+    def links(self, fragment: int, since: int) -> Links:
+        """Where the newest version is: whole, and as deltas if that is the shorter way."""
+        version = self.newest[fragment].number
+        chain = self.chain(fragment, since, version) if since >= 0 else None
+        size = self.recipe.layout.fragments[fragment].size
+        short = chain is not None and chain.size < codecs.build({"kind": "fp32"}).body_size(size)
+        return Links(
+            whole=version_path(fragment, version),
+            delta=version_path(fragment, version, since=since) if short else None,
+        )
+
+    def model(self, version: int | None = None) -> Model | None:
+        """The whole model at one clock; None when some fragment no longer has that version."""
+        if version is None:
+            taken = [(newest.number, newest.state.published) for newest in self.newest]
+            return Model(self.recipe.layout, self._store.run, taken)
+        vectors = []
+        for fragment, newest in enumerate(self.newest):
+            if version == newest.number:
+                vectors.append((version, newest.state.published))
+            elif version < newest.number and version in self._store.versions(fragment):
+                state = self._store.load_state(fragment, version)
+                vectors.append((version, state.published))
+            else:
+                return None
+        return Model(self.recipe.layout, self._store.run, vectors)
+
+    def _encode(self, fragment: int, version: Version) -> Resource:
+        about = self.recipe.layout.fragments[fragment]
+        header = frame_header(self.recipe, self._store.run, "whole", about, version)
+        data = pack(header, version.state.published)
+        path = self._whole_path(fragment, version.number)
+        path.write_bytes(data)
+        return Resource(((path, len(data)),), f'"{version.number}-{data[-16:].hex()}"')
+
+    def _whole_path(self, fragment: int, number: int) -> Path:
+        return self._cache / f"{fragment}-v{number:08d}.whole"
+
+
+def _last_bytes(path: Path) -> str:
+    """The end of a frame: part of its own digest, so it names the content."""
+    with open(path, "rb") as file:
+        file.seek(-16, os.SEEK_END)
+        return file.read().hex()
+
+
+class Model:
+    """The published weights of all fragments, as one safetensors file that is never written."""
+
+    def __init__(self, layout: Layout, run: str, taken: Sequence[tuple[int, np.ndarray]]) -> None:
+        self.versions = [number for number, _ in taken]
+        self._vectors = [vector for _, vector in taken]
+        self._tensors: dict[str, list[tuple[int, Piece]]] = {}
+        for fragment in layout.fragments:
+            for piece in fragment.pieces:
+                self._tensors.setdefault(piece.tensor, []).append((fragment.number, piece))
+        for pieces in self._tensors.values():
+            pieces.sort(key=lambda found: found[1].start)
+        self._head = self._header(
+            {"run": run, "versions": json.dumps(self.versions), "layout": layout.digest}
+        )
+        self.size = len(self._head) + 4 * layout.size
+
+    def read(self) -> Iterator[bytes]:
+        """Yields the file, a piece at a time."""
+        yield self._head
+        for name in sorted(self._tensors):
+            for fragment, piece in self._tensors[name]:
+                values = np.ascontiguousarray(self._vectors[fragment][piece.span], "<f4")
+                data = values.data.cast("B")
+                for start in range(0, data.nbytes, PIECE_BYTES):
+                    yield bytes(data[start : start + PIECE_BYTES])
+
+    def _header(self, metadata: Mapping[str, str]) -> bytes:
+        described: dict[str, object] = {"__metadata__": metadata}
+        offset = 0
+        for name in sorted(self._tensors):
+            pieces = [piece for _, piece in self._tensors[name]]
+            stop = offset + 4 * sum(piece.size for piece in pieces)
+            described[name] = {
+                "dtype": "F32",
+                "shape": _joined(pieces),
+                "data_offsets": [offset, stop],
+            }
+            offset = stop
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # Readers may map the numbers, so they start aligned.
+        return len(text).to_bytes(8, "little") + text
+
+
+def _joined(pieces: Sequence[Piece]) -> list[int]:
+    """The shape of the tensor that the pieces, in order, make up."""
+    first = pieces[0].shape
+    return [sum(piece.shape[0] for piece in pieces), *first[1:]] if first else []

@@ -1,0 +1,257 @@
+"""`diloco work`: a region's agent holds the lease, moves the mail, keeps the trainer running.
+
+    who am I ──▶ which run is this ──▶ join ──▶ images ──▶ trainer ──▶ leave
+                                        ▲                    │ died: again, after a pause
+                                        └──── fenced ◀───────┘ (a stand-by while another lives)
+
+It never imports JAX, so it outlives whatever happens to the training, and a trainer that
+dies is back as fast as JAX can start. Everything it knows is in the region's folder.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from diloco_cli.errors import DilocoError, SpecError, StoreError
+from diloco_cli.net.client import Fenced, Server
+from diloco_cli.net.transport import Retry
+from diloco_cli.observe.events import EventLog
+from diloco_cli.spec.resolved import write_resolved
+from diloco_cli.spec.schema import RunSpec
+from diloco_cli.wire.messages import Joined
+from diloco_cli.worker.bell import Bell, leave_on_signals, listen
+from diloco_cli.worker.courier import Courier
+from diloco_cli.worker.door import Door, Terms
+from diloco_cli.worker.mailbox import Mailbox
+from diloco_cli.worker.process import TrainerProcess, how_it_ended
+
+__all__ = ["Agent", "Terms", "work"]
+
+WAIT_SECONDS = 60.0
+LOCK_SECONDS = 5.0
+STOP_SECONDS = 45.0
+"""For a trainer to finish its step and its checkpoint."""
+KILL_SECONDS = 5.0
+FINISH_SECONDS = 180.0
+"""For a trainer to adopt and measure the final weights."""
+DRAIN_SECONDS = 10.0
+HEALTHY_SECONDS = 60.0
+PERMANENT: dict[int, type[DilocoError]] = {2: SpecError, 5: StoreError}
+"""A trainer that ends with one of these would only do so again."""
+
+
+def work(
+    spec: RunSpec,
+    region: str,
+    folder: Path,
+    server_url: str,
+    *,
+    terms: Terms,
+    cores: Sequence[int] | None = None,
+    with_parent: bool = False,
+    wait: float = WAIT_SECONDS,
+) -> int:
+    """Runs one region until the run is finished or stopped.
+
+    `wait` is how long a server that does not answer is waited for at the start; later it
+    may be away for any time. With `with_parent` the end of our standard input means that
+    whoever started us is gone.
+    """
+    bell = Bell()
+    mailbox = Mailbox(folder / "regions" / region)
+    mailbox.prepare()
+    with mailbox.locked(seconds=LOCK_SECONDS):
+        spec_file = write_resolved(spec, folder)
+        agent = Agent(region, folder, server_url, terms, bell, argv=_argv(region, cores, spec_file))
+        leave_on_signals(
+            bell, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, at_once=agent.kill_trainer
+        )
+        if with_parent:
+            listen(bell, 0, gone="whoever started this worker is gone")
+        return agent.run(wait=wait)
+
+
+def _argv(region: str, cores: Sequence[int] | None, spec_file: Path) -> list[str]:
+    own = [sys.executable, "-m", "diloco_cli", "trainer", str(spec_file)]
+    own += ["--region", region, "--dir", str(spec_file.parent)]
+    return own + (["--cores", ",".join(map(str, cores))] if cores else [])
+
+
+class Agent:
+    def __init__(
+        self,
+        region: str,
+        folder: Path,
+        url: str,
+        terms: Terms,
+        bell: Bell,
+        *,
+        argv: Sequence[str],
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.region, self.terms, self.bell, self.argv = region, terms, bell, argv
+        self.mailbox = Mailbox(folder / "regions" / region)
+        self.mailbox.prepare()
+        self.log = folder / "logs" / f"{region}.trainer.log"
+        self.events = EventLog(folder / "events.jsonl", region)
+        self.connect = partial(Server, url)
+        self.say = say or _say
+        self.trainer: TrainerProcess | None = None
+        self.restarts = 0
+        self._failures, self._since, self._again_at = 0, 0.0, 0.0
+        self._finished_at: float | None = None
+
+    def run(self, *, wait: float) -> int:
+        """Joins and serves, as often as it is fenced; says the exit code."""
+        door = Door(self.mailbox, self.region, self.terms, self.bell, say=self.say)
+        door.boot()
+        with self.connect(retry=Retry(tries=1)) as server:
+            about = door.ask(server.run, wait=wait)
+            if about is None:
+                return 0
+            door.check(about)
+            self.connect = partial(self.connect, run=about.run)
+            # Once it was there it may be away for any time.
+            while (joined := door.join(server, about.run, wait=wait)) is not None:
+                wait = float("inf")
+                try:
+                    return self._serve(joined)
+                except Fenced as error:
+                    self.say(f"another worker speaks for {self.region} now: {error.message}")
+                finally:
+                    self._stop_trainer()
+        return 0
+
+    # While we hold the lease
+
+    def _serve(self, joined: Joined) -> int:
+        courier = Courier(
+            self.mailbox,
+            self.region,
+            joined,
+            connect=self.connect,
+            events=self.events,
+            say=self.say,
+            on_mail=self._ring_trainer,
+            on_change=self.bell.ring,
+        )
+        self.say(f"joined as epoch {joined.epoch}, versions {list(joined.versions)}")
+        self._tell(courier, "fetching the published weights")
+        courier.start()
+        try:
+            return self._supervise(courier)
+        finally:
+            courier.close()
+
+    def _supervise(self, courier: Courier) -> int:
+        self._failures = 0
+        self._again_at = 0.0
+        while True:
+            if courier.trouble:
+                raise courier.trouble
+            if self.bell.leaving or courier.news.stop:
+                return self._leave(courier, self.bell.leaving or "the run was stopped")
+            if courier.up_to_date.is_set():
+                if self.trainer is None and time.monotonic() >= self._again_at:
+                    self._start_trainer(courier)
+                elif self.trainer and self.trainer.code is not None:
+                    code = self._buried(courier, self.trainer.code)
+                    if code == 0 and courier.news.finished:
+                        return self._leave(courier, "the run is finished")
+            if courier.news.finished and self._is_late():
+                return self._leave(courier, "the run is finished")
+            self._pause(1.0 if self.trainer else min(1.0, self._again_at - time.monotonic()))
+
+    def _is_late(self) -> bool:
+        """Says whether a trainer had its time to adopt and measure the final weights."""
+        self._finished_at = self._finished_at or time.monotonic()
+        return time.monotonic() - self._finished_at > FINISH_SECONDS
+
+    def _start_trainer(self, courier: Courier) -> None:
+        def heard(words: bytes) -> None:
+            courier.state.update(training=None, why=None)
+            courier.heard(words)
+
+        self._tell(courier, "starting the trainer")
+        self._since = time.monotonic()
+        self.trainer = TrainerProcess(self.argv, self.log, heard=heard, ended=self.bell.ring)
+        if self.restarts:
+            self.events.note("trainer-restarted", region=self.region, restarts=self.restarts)
+
+    def _buried(self, courier: Courier, code: int) -> int:
+        """Takes note of a trainer's end and says how it ended; raises what cannot be mended."""
+        assert self.trainer is not None
+        words, hint = self.trainer.last_words()
+        self.trainer = None
+        why = "" if code == 0 else f"{how_it_ended(code)}{f': {words}' if words else ''}"
+        self.events.note("trainer-exited", region=self.region, code=code, why=why)
+        if code in PERMANENT:
+            raise PERMANENT[code](words or f"The trainer ended with exit code {code}.", hint=hint)
+        if code == 0 and courier.news.finished:
+            return code
+        if time.monotonic() - self._since > HEALTHY_SECONDS:
+            self._failures = 0
+        self._failures += 1
+        self.restarts += 1
+        delay = min(30.0, 0.5 * 2 ** min(self._failures - 1, 10))
+        self._again_at = time.monotonic() + delay
+        self._tell(courier, f"the trainer ended ({why or 'by itself'}), again in {delay:g} s")
+        self.say(courier.state["why"])
+        return code
+
+    def _tell(self, courier: Courier, why: str) -> None:
+        courier.state.update(training=False, why=why, restarts=self.restarts)
+        courier.heard()
+
+    def _leave(self, courier: Courier, why: str) -> int:
+        """Stops the trainer, hands over what it has posted, says goodbye."""
+        self.say(f"leaving: {why}")
+        self._stop_trainer()
+        courier.state.update(training=False, why=None, restarts=self.restarts)
+        courier.heard()
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while courier.unsent() and time.monotonic() < deadline and not courier.trouble:
+            if courier.away:
+                self.say("the server is out of reach; what is posted is sent at the next start")
+                break
+            self._pause(0.1)
+        report = courier.report(stopping=True)
+        courier.close()
+        try:
+            with self.connect(retry=Retry(tries=2)) as server:
+                server.heartbeat(self.region, report)
+        except DilocoError as error:
+            self.say(f"left without a goodbye: {error.message}")
+        return 0
+
+    def _pause(self, seconds: float) -> None:
+        if self.bell.wait(seconds):
+            self.bell.rung()
+
+    def _ring_trainer(self) -> None:
+        if trainer := self.trainer:
+            trainer.ring()
+
+    def _stop_trainer(self) -> None:
+        if trainer := self.trainer:
+            trainer.stop()
+            deadline = time.monotonic() + STOP_SECONDS
+            while trainer.code is None and time.monotonic() < deadline:
+                self._pause(0.5)
+            trainer.kill()
+            trainer.wait(KILL_SECONDS)
+            self.trainer = None
+
+    def kill_trainer(self) -> None:
+        """Ends the trainer at once; may be called from a signal handler."""
+        if trainer := self.trainer:
+            trainer.kill()
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,263 @@
+"""The files through which a region's agent and its trainer talk, and which outlive both.
+
+    identity.json      agent     who this folder is; durable before the region joins
+    outbox/F.frame     trainer   newest frame of fragment F; durable, replaced, never deleted
+    image/F            agent     whole published weights of F as of its newest version; durable
+    fate/F.json        agent     what the server said about the frame in the outbox; may be lost
+    calls.json         agent     the server's newest news; may be lost
+    progress.json      trainer   how far it has come, for heartbeats; may be lost
+    checkpoint         trainer   see `resume`
+    lock, trainer.lock           one agent and one trainer at a time
+
+Files are the truth. The pipes between the two processes only ring: what was missed is
+still there. Every file is replaced by a rename, so a reader sees the old or the new
+content, never half of either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.wire.frame import Frame, open_frame
+from diloco_cli.wire.messages import News
+
+Stamp = tuple[int, int, int]
+"""Changes whenever a file is replaced: inode, time, size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who speaks for the region from this folder."""
+
+    owner: str
+    boot: int
+    run: str = ""
+    """Empty until the first join."""
+    high: int = -1
+    """Largest clock the server had decided for the region at the last join."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What the server said about one frame."""
+
+    digest: str
+    fate: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Image:
+    """One fragment as published: the only weights a trainer ever adopts."""
+
+    version: int
+    merged: Mapping[str, str]
+    """Digest of each region's last merged frame, as of this version."""
+    published: str
+    """Digest of the weights."""
+    weights: np.ndarray = field(repr=False)
+
+
+class Mailbox:
+    """One region's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoint = folder / "checkpoint.safetensors"
+        self.calls_file = folder / "calls.json"
+        self.progress_file = folder / "progress.json"
+
+    def prepare(self) -> None:
+        """Makes the folders and clears away drafts whose writer died."""
+        try:
+            for name in ("outbox", "image", "fate"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{self.folder} cannot be made: {error.strerror}.",
+                hint="Fix the permissions, or choose another folder with --dir.",
+            ) from None
+        for draft in self.folder.rglob(".*.draft"):
+            draft.unlink(missing_ok=True)
+
+    def outbox_file(self, fragment: int) -> Path:
+        return self.folder / "outbox" / f"{fragment}.frame"
+
+    def image_file(self, fragment: int) -> Path:
+        return self.folder / "image" / f"{fragment}.safetensors"
+
+    def fate_file(self, fragment: int) -> Path:
+        return self.folder / "fate" / f"{fragment}.json"
+
+    def identity(self) -> Identity | None:
+        found = _read_json(self.folder / "identity.json")
+        if found is None:
+            return None
+        try:
+            return Identity(**found)
+        except TypeError:
+            raise StoreError(
+                f"{self.folder / 'identity.json'} is damaged: {found}.",
+                hint="Delete it; the region then takes a new identity.",
+            ) from None
+
+    def write_identity(self, identity: Identity) -> None:
+        _write(self.folder / "identity.json", _json(asdict(identity)), durable=True)
+
+    def post(self, fragment: int, frame: bytes) -> None:
+        """Makes a frame durable, then visible; it replaces the fragment's last one."""
+        _write(self.outbox_file(fragment), frame, durable=True)
+
+    def frame(self, fragment: int, *, size: int | None = None) -> Frame | None:
+        """Opens the fragment's newest frame; WireError if its bytes cannot be trusted."""
+        try:
+            data = self.outbox_file(fragment).read_bytes()
+        except FileNotFoundError:
+            return None
+        return open_frame(data, size=size)
+
+    def write_image(self, fragment: int, image: Image) -> None:
+        notes = {
+            "version": str(image.version),
+            "merged": json.dumps(dict(image.merged), sort_keys=True),
+            "published": image.published,
+        }
+        data = save({"weights": image.weights}, metadata=notes)
+        _write(self.image_file(fragment), data, durable=True)
+
+    def image(self, fragment: int) -> Image | None:
+        """Reads the newest published weights of a fragment; None before the first."""
+        path = self.image_file(fragment)
+        try:
+            with safe_open(path, framework="np") as file:
+                notes = file.metadata() or {}
+                weights = file.get_tensor("weights")
+            return Image(
+                int(notes["version"]), json.loads(notes["merged"]), notes["published"], weights
+            )
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise StoreError(
+                f"The image {path} cannot be read: {error}.",
+                hint="Delete it; the region then fetches it again.",
+            ) from None
+
+    def image_version(self, fragment: int) -> int:
+        """Says which version is here without reading the weights; −1 for none or a damaged one."""
+        try:
+            with safe_open(self.image_file(fragment), framework="np") as file:
+                return int((file.metadata() or {})["version"])
+        except (SafetensorError, OSError, KeyError, ValueError):
+            return -1
+
+    def fate(self, fragment: int) -> Fate | None:
+        found = _read_json(self.fate_file(fragment))
+        return Fate(**found) if found else None
+
+    def write_fate(self, fragment: int, fate: Fate) -> None:
+        _write(self.fate_file(fragment), _json(asdict(fate)))
+
+    def calls(self) -> News | None:
+        """Reads the newest news; None before the first."""
+        found = _read_json(self.calls_file)
+        return News.model_validate_json(json.dumps(found)) if found else None
+
+    def write_calls(self, news: News) -> None:
+        _write(self.calls_file, news.body())
+
+    def progress(self) -> dict[str, Any] | None:
+        """Reads what the trainer says of itself, in the words of a heartbeat."""
+        return _read_json(self.progress_file)
+
+    def write_progress(self, progress: Mapping[str, Any]) -> None:
+        _write(self.progress_file, _json(progress))
+
+    @contextlib.contextmanager
+    def locked(self, name: str = "lock", *, seconds: float = 0.0) -> Iterator[None]:
+        """Holds the folder; a second holder waits `seconds`, then is told who the first one is."""
+        path = self.folder / name
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _take(handle, path, time.monotonic() + seconds)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(handle)
+
+
+def stamp(path: Path) -> Stamp | None:
+    """Says whether a file was replaced since, without reading it; None while there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _take(handle: int, path: Path, deadline: float) -> None:
+    while True:
+        try:
+            # The kernel lets go of it with the process, however that ends.
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+    holder = os.pread(handle, 32, 0).decode().strip() or "unknown"
+    raise SpecError(
+        f"{path.parent} is in use by another process, pid {holder}.",
+        hint="One worker per region folder: stop that one, or give this one another --dir.",
+    )
+
+
+def _write(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Replaces a file as a whole; durable also means that a power cut cannot take it back."""
+    # Named after its writer, so that two threads never write into one draft.
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.draft")
+    with open(draft, "wb") as file:
+        file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(draft, path)
+    if durable:
+        handle = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode()
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        # Not durable means that a power cut may leave an empty file behind a rename.
+        if path.name != "identity.json":
+            return None
+        raise StoreError(
+            f"{path} is damaged: {error}.", hint="Delete it; the region takes a new identity."
+        ) from None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,75 @@
+"""What a trainer says about itself: to the agent in every report, to people in the run log."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from diloco_cli.observe.events import EventLog
+from diloco_cli.worker.holdings import Holdings
+from diloco_cli.worker.mailbox import Mailbox
+from diloco_cli.worker.meter import Meter
+from diloco_cli.worker.step import place
+from diloco_cli.worker.task import Task
+
+
+class Reporter:
+    def __init__(
+        self, task: Task, mailbox: Mailbox, events: EventLog, *, tell: Callable[[str], None]
+    ) -> None:
+        self.task, self.mailbox, self.events, self.tell = task, mailbox, events, tell
+        self.meter = Meter(now=time.monotonic())
+        self.why = "compiling"
+        """What the trainer does or waits for, in words."""
+        self.trouble = ""
+        """What goes wrong meanwhile."""
+        self.heldout: dict[str, Any] | None = (mailbox.progress() or {}).get("heldout")
+        """The newest evaluation; a restarted trainer does not repeat it."""
+        self._step = -1
+        sync = task.spec.sync
+        self._every = max(1, sync.every // sync.fragments)
+
+    def report(self, own: Holdings, *, drained: bool = False) -> None:
+        """Tells the agent how far we are, in the words of a heartbeat."""
+        self.meter.read(now=time.monotonic())
+        progress = {
+            "step": own.clock,
+            "training": self.why == "training",
+            "drained": drained,
+            "fragments": [
+                {"version": book.version, "steps": max(0.0, book.fresh.steps)} for book in own.books
+            ],
+            "tokens": own.tokens(),
+            "loss": self.meter.loss,
+            "tokens_per_second": self.meter.tokens_per_second,
+            "step_seconds": self.meter.step_seconds,
+            "why": f"{self.why}; {self.trouble}" if self.trouble else self.why,
+            "heldout": self.heldout,
+        }
+        # A full disk costs the report, not the training.
+        with contextlib.suppress(OSError):
+            self.mailbox.write_progress(progress)
+        self._step = own.clock
+        self.tell("progress")
+
+    def is_due(self, own: Holdings) -> bool:
+        return own.clock >= self._step + self._every
+
+    def evaluation_is_due(self, own: Holdings) -> bool:
+        """Says whether the global weights have moved far enough since the last evaluation."""
+        if self.heldout is None:
+            return True
+        unit = self.task.spec.evaluate.every * self.task.spec.sync.fragments
+        return sum(own.versions) // unit > sum(self.heldout["versions"]) // unit
+
+    def evaluate(self, own: Holdings) -> None:
+        """Measures the held-out loss of the published weights, as adopted."""
+        batches = self.task.stream.heldout(self.task.spec.evaluate.batches)
+        loss = self.task.step.evaluate(place(own.published()), batches)
+        self.heldout = {"versions": own.versions, "loss": loss}
+        self.meter.paused()
+
+    def note(self, why: str) -> None:
+        self.events.note("note", region=self.task.region, why=why)

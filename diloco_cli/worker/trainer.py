@@ -1,0 +1,334 @@
+"""The loop: train, post when called, adopt what arrived.
+
+At every step boundary, in this order:
+
+    what became of the frames in flight   returned, refused, foreign
+    newer images                          adopted; what they merged leaves `held`
+    open calls                            answered with all of `held`, one frame a fragment
+    one inner step                        unless the end has come or `overlap: 0` waits
+
+With adopt replace or blend an open call is answered before adopting, because adopting
+costs the work. `Holdings` moves books and arrays together; reading, encoding and
+writing happen at the `Desk`, beside the training. This process never touches the network.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from diloco_cli.core import delta
+from diloco_cli.errors import WireError
+from diloco_cli.observe.events import EventLog
+from diloco_cli.spec.schema import RunSpec
+from diloco_cli.worker.bell import LAST_MOMENT, Bell, leave_on_signals, listen, ring_pipe
+from diloco_cli.worker.desk import Desk, Draft
+from diloco_cli.worker.holdings import Holdings
+from diloco_cli.worker.inbox import LOOK_SECONDS, Inbox
+from diloco_cli.worker.mailbox import Fate, Mailbox
+from diloco_cli.worker.reporter import Reporter
+from diloco_cli.worker.standing import Place, stand
+from diloco_cli.worker.step import keep_memory, limit_cores, use_compile_cache
+from diloco_cli.worker.task import Task, prepare
+
+CHECKPOINT_SECONDS = 20.0
+CHECKPOINT_COST = 50.0
+"""A checkpoint may hold the training up for one part in so many."""
+RETRY_SECONDS = 5.0
+"""Between two tries to write to a disk that refused."""
+PATIENCE = 5
+"""Steps in a row without a finite loss before the unmerged work is given up."""
+TRAINER_LOCK = "trainer.lock"
+
+
+def train(spec: RunSpec, region: str, folder: Path, *, cores: Sequence[int] | None = None) -> int:
+    """Trains one region until it is told to stop or the run is finished.
+
+    The agent writes to our standard input when there is mail and hears of ours on our
+    standard output. When our input ends the agent is gone, and so are we.
+    """
+    if cores:
+        limit_cores(cores)
+    keep_memory()
+    use_compile_cache()
+    bell = Bell()
+    leave_on_signals(bell, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent, which tells us.
+    listen(bell, 0, gone="the agent is gone", last_moment=LAST_MOMENT)
+    tell = partial(ring_pipe, _take_over_stdout())
+    mailbox = Mailbox(folder / "regions" / region)
+    # A trainer whose agent was killed may still be writing its last checkpoint.
+    with mailbox.locked(TRAINER_LOCK, seconds=LAST_MOMENT + 10):
+        task = prepare(spec, region)
+        events = EventLog(folder / "events.jsonl", f"{region}.trainer")
+        trainer = Trainer(task, mailbox, bell, tell=tell, events=events)
+        return trainer.run()
+
+
+def _take_over_stdout() -> int:
+    """Keeps standard output for the bell; whatever libraries print goes to the log."""
+    handle = os.dup(1)
+    os.dup2(2, 1)
+    # An agent that does not read must not stop the training.
+    os.set_blocking(handle, False)
+    return handle
+
+
+class Trainer:
+    """One region's training process, without its surroundings."""
+
+    def __init__(
+        self,
+        task: Task,
+        mailbox: Mailbox,
+        bell: Bell,
+        *,
+        tell: Callable[[str], None],
+        events: EventLog,
+    ) -> None:
+        self.task, self.mailbox, self.bell = task, mailbox, bell
+        self.sync = task.spec.sync
+        self.inbox = Inbox(mailbox, task.layout.fragments)
+        standing = stand(mailbox, Place(task.region, task.layout, task.alpha), task.model.tensors())
+        identity = mailbox.identity()
+        self.own = Holdings(task, standing, run=identity.run if identity else "")
+        self.drafts: list[Draft | None] = [None] * self.sync.fragments
+        self.desk = Desk(mailbox, task.region, level=task.spec.wire.zstd, ring=bell.ring, tell=tell)
+        self.reporter = Reporter(task, mailbox, events, tell=tell)
+        self.meter = self.reporter.meter
+        self.compiled = self.ended = False
+        self._loss: jax.Array | None = None
+        self._not_before = self._retry_at = 0.0
+        self._saved_at, self._saving_cost = time.monotonic(), 0.0
+        events.note(
+            "trainer-started",
+            region=task.region,
+            pid=os.getpid(),
+            step=self.own.clock,
+            resumed=standing.resumed,
+        )
+
+    def run(self) -> int:
+        """Trains until there is a reason to leave."""
+        self.report()
+        try:
+            while True:
+                self.boundary()
+                if self.bell.leaving or (self.inbox.news and self.inbox.news.stop):
+                    return self._leave(self.bell.leaving or "the run was stopped")
+                if self.inbox.news and self.inbox.news.finished and self._is_up_to_date():
+                    return self._finish()
+                if why := self._waits_for():
+                    self._wait(why)
+                elif (early := self._not_before - time.monotonic()) > 0:
+                    self.bell.wait(early)
+                else:
+                    self.inner_step()
+        finally:
+            self.desk.close()
+
+    def boundary(self) -> None:
+        """Does all that may be done between two steps, in the order of the protocol."""
+        self._collect_drafts()
+        if self.bell.rung() or self.inbox.is_due(now=time.monotonic()):
+            self.inbox.look(self.desk)
+        for number, fate in enumerate(self.inbox.fates):
+            if fate and self.own.answered(number, fate):
+                self._answered(number, fate)
+        if self.task.alpha < 1:
+            self._answer_calls()
+        self._adopt()
+        self._answer_calls()
+        if self.inbox.news and (self.inbox.news.end or self.inbox.news.finished):
+            self._drain()
+        if self.meter.bad >= PATIENCE:
+            everything = set(range(self.sync.fragments))
+            self.give_up(f"the loss was not finite {self.meter.bad} times in a row", everything)
+        news = self.inbox.news
+        if news and news.evaluate and self.compiled and self.reporter.evaluation_is_due(self.own):
+            self.evaluate()
+        self._checkpoint_when_due()
+
+    def _collect_drafts(self, *, wait: bool = False) -> None:
+        for number, draft in enumerate(self.drafts):
+            if draft is None or not (wait or draft.done.done()):
+                continue
+            try:
+                self.own.written(number, draft.header.clock, draft.done.result())
+                self.drafts[number], self.reporter.trouble = None, ""
+            except WireError as error:
+                self.drafts[number] = None
+                self.give_up(f"fragment {number} could not be sent: {error.message}", {number})
+            except OSError as error:
+                self._retry(number, draft, error)
+
+    def _retry(self, number: int, draft: Draft, error: OSError) -> None:
+        """A disk that is full may have room later; until then the frame does not exist."""
+        self.reporter.trouble = f"the outbox cannot be written: {error.strerror}"
+        if time.monotonic() >= self._retry_at:
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            self.drafts[number] = self.desk.post(draft.header, draft.values)
+            self.reporter.note(self.reporter.trouble)
+
+    def _answered(self, number: int, fate: Fate) -> None:
+        self.reporter.note(f"fragment {number}: the last frame was {fate.fate}: {fate.why}")
+        if fate.fate == "refused" and "not finite" in fate.why:
+            self.own.reset_optimizer()
+        self.report()
+
+    def _adopt(self) -> None:
+        for number, book in enumerate(self.own.books):
+            # A frame being written has no digest yet, so an image that merged it could not
+            # be told from one that merged a stranger's.
+            arrived = None if self.drafts[number] else self.inbox.take(number)
+            if arrived is None or arrived.image.version <= book.version:
+                continue
+            merged = self.own.adopt(number, arrived)
+            self.reporter.events.note(
+                "adopted",
+                region=self.task.region,
+                fragment=number,
+                version=arrived.image.version,
+                merged=merged,
+                step=self.own.clock,
+            )
+            if self.reporter.why != "training":
+                self.report()  # Nobody else tells the server while we stand still.
+
+    def _answer_calls(self) -> None:
+        if self.inbox.news is None or self.inbox.news.finished or self.bell.leaving:
+            return
+        for number, version in self.inbox.news.calls.items():
+            if self.own.may_answer(number, version):
+                self.drafts[number] = self.desk.post(*self.own.post(number))
+
+    def inner_step(self) -> None:
+        began = time.monotonic()
+        loss = self.own.train()
+        # The loss of the step before: asking for this one's would leave the device idle.
+        # A region that is slowed down knows how long each step took.
+        last, self._loss = self._loss, loss
+        speed = self.task.spec.region(self.task.region).speed
+        if last is not None:
+            self.meter.lost(float(last))
+        if speed < 1 or not self.compiled:
+            loss.block_until_ready()
+        now = time.monotonic()
+        if speed < 1 and self.compiled:
+            self._not_before = now + (now - began) * (1 / speed - 1)
+        if not self.compiled:
+            self.compiled = True  # The first step was mostly compiling.
+            self.meter.read(now=now)
+        self.meter.stepped(self.task.tokens, now=now)
+        self.reporter.why = "training"
+        if self.reporter.is_due(self.own):
+            self.report()
+
+    def _waits_for(self) -> str:
+        """Says what has to happen before the next inner step; empty if nothing."""
+        if self.inbox.news is None:
+            return ""
+        if self.inbox.news.finished:
+            return "waiting for the final weights"
+        if self.inbox.news.end:
+            return "drained, waiting for the others" if self._is_drained() else self._draining()
+        if self.sync.overlap == 0:
+            number = delta.waits_for(self.own.books, self.inbox.news.calls)
+            return "" if number is None else f"waiting for fragment {number} (overlap 0)"
+        return ""
+
+    def _draining(self) -> str:
+        holding = [n for n, book in enumerate(self.own.books) if book.flight or book.held.steps]
+        return f"draining fragments {', '.join(map(str, holding))}"
+
+    def _wait(self, why: str) -> None:
+        self._catch_up()
+        self.meter.paused()
+        if why != self.reporter.why:
+            self.reporter.why = why
+            self.report()
+        self.bell.wait(LOOK_SECONDS)
+
+    def _catch_up(self) -> None:
+        if self._loss is not None:
+            self.meter.lost(float(self._loss))
+            self._loss = None
+
+    def _drain(self) -> None:
+        """After the end: gives up crumbs below one step, and leaves a checkpoint once."""
+        for number, book in enumerate(self.own.books):
+            if book.flight is None and 0 < book.held.steps < 1:
+                self.own.abandon(number)
+        if not self.ended:
+            self.ended = True
+            self._checkpoint()
+
+    def _is_drained(self) -> bool:
+        return self.ended and all(
+            book.flight is None and book.held.steps < 1 for book in self.own.books
+        )
+
+    def _is_up_to_date(self) -> bool:
+        assert self.inbox.news is not None
+        newest = self.inbox.news.versions
+        return all(own >= new for own, new in zip(self.own.versions, newest, strict=True))
+
+    def give_up(self, why: str, unfit: set[int]) -> None:
+        """Goes back to the published weights where ours are unfit, with a fresh optimiser."""
+        self.meter.bad = 0
+        self._collect_drafts(wait=True)
+        for number in range(self.sync.fragments):
+            if number in unfit or not self.own.is_finite(number):
+                self.own.refuse(number)
+        self.own.reset_optimizer()
+        self.reporter.note(f"{why}; going on from the published weights")
+        self.report()
+
+    def report(self) -> None:
+        self.reporter.report(self.own, drained=self._is_drained())
+
+    def evaluate(self) -> None:
+        self.reporter.evaluate(self.own)
+        self.report()
+
+    def _checkpoint_when_due(self) -> None:
+        if trouble := self.desk.trouble():
+            self.reporter.note(trouble)
+        often = max(CHECKPOINT_SECONDS, CHECKPOINT_COST * self._saving_cost)
+        if time.monotonic() >= self._saved_at + often and not self.desk.saving:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        began = time.monotonic()
+        self.desk.save(self.own.checkpoint())
+        self._saved_at = time.monotonic()
+        self._saving_cost = self._saved_at - began
+
+    def _leave(self, why: str) -> int:
+        """Stops in order: nothing half written, everything in the checkpoint."""
+        self._collect_drafts(wait=True)
+        self.desk.saved()
+        self._checkpoint()
+        if trouble := self.desk.saved():
+            self.reporter.note(trouble)
+        self.reporter.why = f"stopped: {why}"
+        self.report()
+        return 0
+
+    def _finish(self) -> int:
+        """The run is over: what was not merged by now never will be."""
+        self._collect_drafts(wait=True)
+        self._catch_up()
+        for number in range(self.sync.fragments):
+            self.own.abandon(number)
+        self.ended = True
+        told = self.inbox.news is not None and self.inbox.news.evaluate
+        if told and (self.reporter.heldout or {}).get("versions") != self.own.versions:
+            self.evaluate()
+        return self._leave("the run is finished")

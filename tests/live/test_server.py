@@ -1,0 +1,467 @@
+"""The server as a process with real sockets: same bits, nothing lost, a clean goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+RIG = Path(__file__).parent.parent / "server"
+SCRIPT = RIG / "small_server.py"
+sys.path.insert(0, str(RIG))  # Shared with the tests there.
+
+from rig import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    NAMES,
+    Bench,
+    Region,
+    close_server,
+    initial,
+    make_recipe,
+    make_spec,
+    read_journal,
+    replayed,
+)
+
+from diloco_cli.errors import DilocoError  # noqa: E402
+from diloco_cli.net.client import Server  # noqa: E402
+from diloco_cli.net.transport import Retry, Timeouts  # noqa: E402
+from diloco_cli.server.app import make_app  # noqa: E402
+from diloco_cli.server.coordinator import Coordinator  # noqa: E402
+from diloco_cli.server.listener import Listener, bind, url_of  # noqa: E402
+from diloco_cli.server.opening import open_coordinator  # noqa: E402
+from diloco_cli.server.store import stores  # noqa: E402
+from diloco_cli.wire.frame import open_frame  # noqa: E402
+
+pytestmark = pytest.mark.live
+
+ROUNDS = (
+    (0, ("tokyo", "iowa", "paris")),
+    (1, ("paris", "iowa", "tokyo")),
+    (0, ("iowa", "paris", "tokyo")),
+    (0, ("paris", "tokyo", "iowa")),
+    (1, ("tokyo", "paris", "iowa")),
+)
+"""Which fragment is exchanged, and in which order the regions' frames arrive."""
+
+
+class Process:
+    """A small server in a process of its own."""
+
+    def __init__(self, folder: Path, wrapper: tuple[str, ...] = (), **changes: Any) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.log = open(folder / "log", "ab")  # noqa: SIM115
+        self.child = subprocess.Popen(
+            (*wrapper, sys.executable, str(SCRIPT), str(folder), json.dumps(changes)),
+            stdin=subprocess.PIPE,
+            stderr=self.log,
+        )
+
+    @property
+    def said(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def url(self) -> str:
+        """Waits until it listens; address.json appears only then."""
+        while True:
+            assert self.child.poll() is None, self.said
+            with suppress(OSError, ValueError):
+                address = json.loads((self.folder / "server" / "address.json").read_bytes())
+                if address["pid"] == self.child.pid:
+                    return address["url"]
+            time.sleep(0.01)
+
+    def end(self, *signals: signal.Signals, timeout: float = 30.0) -> int:
+        for number in signals:
+            self.child.send_signal(number)
+        return self.child.wait(timeout)
+
+    def close(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        assert self.child.stdin
+        with suppress(OSError):
+            self.child.stdin.close()
+        self.log.close()
+
+
+@contextmanager
+def process(folder: Path, wrapper: tuple[str, ...] = (), **changes: Any) -> Iterator[Process]:
+    running = Process(folder, wrapper, **changes)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+@contextmanager
+def in_this_process(folder: Path, spec: Any) -> Iterator[tuple[str, Coordinator]]:
+    """The same server on real sockets, its state within reach; runs in a thread."""
+    started: list[tuple[str, Coordinator, asyncio.AbstractEventLoop]] = []
+    ready = threading.Event()
+
+    async def main() -> None:
+        coordinator = open_coordinator(make_recipe(spec), folder / "server", initial)
+        taken = bind(spec.server.listen)
+        url = url_of(taken)
+        app = make_app(coordinator, events=folder / "events.jsonl", url=lambda: url)
+        listener = Listener(app, taken)
+        await listener.start()
+        started.append((url, coordinator, asyncio.get_running_loop()))
+        ready.set()
+        await coordinator.run()
+        await listener.end()
+        await close_server(coordinator)
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert ready.wait(30)
+    url, coordinator, loop = started[0]
+    try:
+        yield url, coordinator
+    finally:
+        loop.call_soon_threadsafe(coordinator.state.close)
+        thread.join()
+
+
+def connect(url: str, **options: Any) -> Server:
+    return Server(url, **options)
+
+
+def join_all(server: Server, regions: dict[str, Region]) -> None:
+    for region in regions.values():
+        about = region.join.model_dump(exclude={"wire"})
+        region.epoch = server.join(region.name, **about).epoch
+
+
+def test_in_process_and_over_real_sockets_the_weights_are_the_same_bits(tmp_path):
+    spec = make_spec(quorum=3, grace={"kind": "fixed", "seconds": 60.0})
+
+    async def without_sockets() -> list[str]:
+        bench = Bench(tmp_path / "bench", make_recipe(spec))
+        await bench.join()
+        for fragment, order in ROUNDS:
+            await bench.call(fragment)
+            for name in order:
+                await bench.send(name, fragment)
+            await bench.settle()
+        await close_server(bench.server)
+        return bench.digests()
+
+    recipe = make_recipe(spec)
+    with in_this_process(tmp_path / "live", spec) as (url, coordinator), connect(url) as server:
+        about = server.run()
+        regions = {name: Region(name, recipe, about.run) for name in NAMES}
+        join_all(server, regions)
+        for fragment, order in ROUNDS:
+            steps = [0.0, 0.0]
+            steps[fragment] = 12.0
+            news = None
+            for region in regions.values():
+                news = server.heartbeat(region.name, region.beat(steps))
+            assert news is not None
+            while fragment not in news.calls:
+                news = server.calls("iowa", after=news.n, epoch=1) or news
+            for region in regions.values():
+                server.heartbeat(region.name, region.beat())
+            for name in order:
+                region, frame = regions[name], regions[name].frame(fragment)
+                base, clock = region.versions[fragment], region.clock
+                assert server.submit(fragment, name, base, clock, frame, epoch=1).fate == "pending"
+            latest = server.latest(fragment, after=regions["iowa"].versions[fragment])
+            assert latest is not None and latest.members == tuple(sorted(order))
+            for region in regions.values():
+                region.adopt(fragment, latest.version, latest.merged[region.name])
+        live = [newest.state.digest for newest in coordinator.state.weights.newest]
+        whole = server.whole(0, 3)
+        assert whole.header.published == coordinator.state.weights.newest[0].digest
+    assert live == asyncio.run(without_sockets())
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with process(tmp_path_factory.mktemp("curl") / "run") as server:
+        yield server.url()
+
+
+def curl(*arguments: str) -> str:
+    found = shutil.which("curl")
+    if not found or "HTTP2" not in subprocess.check_output([found, "--version"], text=True):
+        pytest.skip("needs a curl that speaks HTTP/2")
+    return subprocess.check_output([found, "--silent", "--show-error", *arguments], text=True)
+
+
+def test_curl_speaks_http2_and_http1_to_the_status(running):
+    shown = ("--write-out", "\n%{http_version} %{http_code}")
+    body, _, proof = curl("--http2-prior-knowledge", *shown, f"{running}/v1/status").rpartition(
+        "\n"
+    )
+    assert proof == "2 200" and json.loads(body)["state"] == "waiting"
+    assert curl("--http1.1", *shown, f"{running}/v1/status").endswith("\n1.1 200")
+
+
+def test_curl_downloads_weights_that_safetensors_opens(running, tmp_path):
+    import numpy as np
+    from safetensors import safe_open
+
+    file = tmp_path / "weights.safetensors"
+    shown = ("--write-out", "%{http_version} %{http_code}", "--output", str(file))
+    assert curl("--http2-prior-knowledge", *shown, f"{running}/v1/weights") == "2 200"
+    with safe_open(file, "numpy") as opened:
+        about = opened.metadata()
+        assert about["versions"] == "[0, 0]"
+        for name, values in initial().items():
+            assert (opened.get_tensor(name) == np.asarray(values)).all()
+
+
+def test_httpx_speaks_http2_with_prior_knowledge(running):
+    with httpx.Client(http1=False, http2=True) as client:
+        assert client.get(f"{running}/healthz").http_version == "HTTP/2"
+
+
+def test_a_taken_port_is_a_sentence_and_exit_code_2(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with process(tmp_path / "run", server={"listen": f"127.0.0.1:{port}"}) as server:
+            assert server.end() == 2
+            assert f"127.0.0.1:{port} cannot be used: Address already in use" in server.said
+            assert "hint: " in server.said and "Traceback" not in server.said
+
+
+def test_a_port_shared_by_a_server_like_ours_counts_as_taken(tmp_path):
+    with process(tmp_path / "one") as first:
+        port = first.url().rpartition(":")[2]
+        with process(tmp_path / "two", server={"listen": f"127.0.0.1:{port}"}) as second:
+            assert second.end() == 2
+
+
+def test_two_servers_cannot_have_one_folder(tmp_path):
+    with process(tmp_path / "run") as first:
+        first.url()
+        with process(tmp_path / "run") as second:
+            assert second.end() == 5
+            assert f"is in use by another server (process {first.child.pid})" in second.said
+
+
+@pytest.mark.parametrize("room", ["4k", "24k"])
+def test_a_full_disk_at_the_start_is_a_sentence_and_exit_code_5(tmp_path, room):
+    folder = tmp_path / "run" / "server"
+    folder.mkdir(parents=True)
+    small = f'mount -t tmpfs -o size={room} none {folder} && exec "$@"'
+    wrapper = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", small, "sh")
+    if subprocess.run([*wrapper, "true"], capture_output=True).returncode:
+        pytest.skip("needs a user namespace to mount a small disk in")
+    with process(tmp_path / "run", wrapper) as server:
+        assert server.end() == 5
+        assert "There is no room left for" in server.said and "Traceback" not in server.said
+        assert "hint: Free some space" in server.said
+
+
+def test_a_failing_disk_ends_the_server_with_exit_code_5(tmp_path):
+    with process(tmp_path / "run", bad_disk=True) as server:
+        url, recipe = server.url(), make_recipe()
+        with connect(url, retry=Retry(tries=1)) as client:
+            region = Region("paris", recipe, client.run().run)
+            with pytest.raises(DilocoError):
+                join_all(client, {"paris": region})
+        assert server.end() == 5
+        assert "could not be made durable: Input/output error" in server.said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_gracefully(tmp_path, number):
+    with process(tmp_path / "run", server={"lease": 0.5}) as server:
+        url = server.url()
+        with connect(url) as client, httpx.Client(http1=False, http2=True) as idle:
+            assert idle.get(f"{url}/healthz").json()["ok"]  # A connection that sleeps.
+            region = Region("paris", make_recipe(), client.run().run)
+            join_all(client, {"paris": region})
+            server.child.send_signal(number)
+            while not client.heartbeat("paris", region.beat()).stop:
+                pass
+            client.heartbeat("paris", region.beat(stopping=True))
+            assert server.end() == 0
+        summary = json.loads((tmp_path / "run" / "summary.json").read_bytes())
+        assert summary["state"] == "stopped" and summary["balanced"] is True
+        assert not (tmp_path / "run" / "server" / "address.json").exists()
+        assert "panic" not in server.said and "Traceback" not in server.said
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    with process(tmp_path / "run", server={"lease": 600.0}) as server:
+        url = server.url()
+        with connect(url) as client:
+            join_all(client, {"paris": Region("paris", make_recipe(), client.run().run)})
+        server.child.send_signal(signal.SIGTERM)
+        while "SIGTERM: stopping" not in server.said:
+            assert server.child.poll() is None
+        assert server.end(signal.SIGTERM) == 143
+
+
+def test_without_its_parent_it_stops(tmp_path):
+    with process(tmp_path / "run", with_parent=True) as server:
+        server.url()
+        assert server.child.stdin
+        server.child.stdin.close()
+        assert server.end() == 0
+
+
+def test_a_request_to_stop_ends_it(tmp_path):
+    with process(tmp_path / "run") as server:
+        with connect(server.url()) as client:
+            assert client.stop()["state"] == "stopped"
+        assert server.end() == 0
+
+
+class Driver(threading.Thread):
+    """A region that sends as fast as it may, through whatever happens to the server."""
+
+    def __init__(self, region: Region, url: Callable[[], str]) -> None:
+        super().__init__(name=region.name)
+        self.region, self.where = region, url
+        self.over = threading.Event()
+        self.acknowledged: dict[str, bytes] = {}
+        self.frames: list[bytes] = []
+        self.flying: dict[int, bytes] = {}
+        self.wrong: list[str] = []
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            try:
+                with self._connected() as server:
+                    while not self.over.is_set():
+                        self._turn(server)
+            except DilocoError:
+                # The server is dead or not yet back: once more, but leave it the processor.
+                self.over.wait(0.1)
+            except BaseException as error:
+                self.wrong.append(repr(error))
+                return
+
+    def _connected(self) -> Server:
+        timeouts = Timeouts(connect=1.0, answer=5.0)
+        return connect(self.where(), run=self.region.run, retry=Retry(tries=1), timeouts=timeouts)
+
+    def _turn(self, server: Server) -> None:
+        region = self.region
+        free = [0.0 if f in self.flying else 12.0 for f in range(len(region.versions))]
+        news = server.heartbeat(region.name, region.beat(free))
+        for fragment, version in enumerate(news.versions):
+            if version > region.versions[fragment]:
+                self._adopt(server, fragment)
+        for fragment in news.calls:
+            if fragment not in self.flying:
+                self.flying[fragment] = region.frame(fragment)
+                self.frames.append(self.flying[fragment])
+        for fragment in list(self.flying):
+            self._send(server, fragment)
+
+    def _send(self, server: Server, fragment: int) -> None:
+        frame = self.flying[fragment]
+        about = open_frame(frame)
+        base, clock = about.header.base, about.header.clock
+        answer = server.submit(
+            fragment, self.region.name, base, clock, frame, epoch=self.region.epoch
+        )
+        if answer.fate in ("pending", "merged"):
+            self.acknowledged[about.digest] = frame
+        else:
+            self.wrong.append(f"{self.region.name} {fragment} {base}-{clock}: {answer}")
+            del self.flying[fragment]
+
+    def _adopt(self, server: Server, fragment: int) -> None:
+        latest = server.latest(fragment)
+        assert latest is not None
+        merged = latest.merged.get(self.region.name, "")
+        before = self.region.prev[fragment]
+        self.region.adopt(fragment, latest.version, merged)
+        if merged != before:
+            del self.flying[fragment]
+
+
+def test_nothing_acknowledged_is_lost_when_the_server_is_killed_again_and_again(tmp_path):
+    rng = random.Random(11)
+    folder, kills = tmp_path / "run", 8
+    changes: dict[str, Any] = {"grace": {"kind": "fixed", "seconds": 0.02}}
+    recipe = make_recipe(make_spec(**changes))
+    server = Process(folder, **changes)
+    drivers: list[Driver] = []
+    try:
+        with connect(server.url()) as client:
+            regions = {name: Region(name, recipe, client.run().run) for name in NAMES}
+            join_all(client, regions)
+        url = server.url()
+        drivers = [Driver(region, lambda: url) for region in regions.values()]
+        for driver in drivers:
+            driver.start()
+        for _ in range(kills):
+            seen = sum(len(driver.acknowledged) for driver in drivers)
+            until = time.monotonic() + rng.uniform(0.05, 0.4)
+            while (
+                sum(len(driver.acknowledged) for driver in drivers) <= seen
+                or time.monotonic() < until
+            ):
+                assert not any(driver.wrong for driver in drivers), [d.wrong for d in drivers]
+                time.sleep(0.002)
+            server.end(signal.SIGKILL)
+            server.close()
+            server = Process(folder, **changes)
+            assert server.url() == url, "it comes back where it was"
+    finally:
+        for driver in drivers:
+            driver.over.set()
+        for driver in drivers:
+            driver.join()
+        server.close()
+
+    assert [driver.wrong for driver in drivers] == [[], [], []]
+    frames = [frame for driver in drivers for frame in driver.frames]
+    acknowledged = {digest for driver in drivers for digest in driver.acknowledged}
+    records = read_journal(folder)
+    accepted = [r["receipt"]["digest"] for r in records if r["kind"] == "decided"]
+    assert acknowledged <= set(accepted) and len(accepted) == len(set(accepted))
+    assert not [r for r in records if r["kind"] == "dropped"]
+    merged = [each["receipt"]["digest"] for each in merged_once(records)]
+    assert len(merged) == len(set(merged)) > kills
+    states = replayed(recipe, folder, frames)
+    assert [state.digest for state in states] == stored(folder, recipe, records)
+
+
+def merged_once(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The decisions whose contributions were published, as often as they were."""
+    waiting: dict[tuple[int, str], dict[str, Any]] = {}
+    for record in records:
+        if record["kind"] == "decided":
+            about = record["receipt"]
+            waiting[about["fragment"], about["region"]] = record
+        elif record["kind"] == "published":
+            for region in record["members"]:
+                yield waiting[record["fragment"], region]
+
+
+def stored(folder: Path, recipe: Any, records: list[dict[str, Any]]) -> list[str]:
+    """Digests of the newest versions on record, as they are on the disk."""
+    newest = dict.fromkeys(range(len(recipe.sizes)), 0)
+    newest |= {r["fragment"]: r["version"] for r in records if r["kind"] == "published"}
+    kind = stores.build(recipe.spec.server.store)
+    store, _ = kind.open(folder / "server", layout=recipe.layout.digest, spec=recipe.spec_digest)
+    try:
+        return [store.load_state(f, version).digest for f, version in sorted(newest.items())]
+    finally:
+        store.close()

@@ -1,0 +1,301 @@
+"""The server calls, gathers, merges and publishes; it keeps every answer it gave."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from rig import NAMES, Bench, Region, in_a_loop, make_recipe, make_spec, receipt_of
+
+from diloco_cli.core.rounds import Accept, Fenced, Foreign, Recorded, Refused, Returned
+from diloco_cli.server.denied import Denied
+
+
+@in_a_loop
+async def test_nothing_is_called_before_a_quorum_reports_enough_work(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.beat("paris", 100)
+    bench.server.tick()
+    assert bench.state.ledger.calls() == {}
+    await bench.beat("tokyo", 100)
+    bench.server.tick()
+    assert bench.state.ledger.calls() == {0: 0, 1: 0}
+
+
+@in_a_loop
+async def test_a_quorum_gives_the_third_region_its_grace_and_no_more(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.call(0)
+    await bench.send("paris")
+    assert bench.server.tick() and bench.versions == [0, 0]
+    await bench.send("tokyo")
+    wake = bench.server.tick()
+    assert wake == bench.clock.now + 5.0
+    bench.clock.now += 4.9
+    await bench.settle()
+    assert bench.versions == [0, 0]
+    bench.clock.now += 0.1
+    await bench.settle()
+    assert bench.versions == [1, 0]
+    assert bench.state.ledger.slots[0].members == ("paris", "tokyo")
+
+
+@in_a_loop
+async def test_the_round_closes_at_once_when_everyone_is_in(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.call(1)
+    for name in ("tokyo", "iowa", "paris"):
+        await bench.send(name, 1)
+    await bench.settle()
+    assert bench.versions == [0, 1]
+
+
+@in_a_loop
+async def test_nobody_waits_for_a_region_whose_lease_ran_out(tmp_path):
+    bench = Bench(tmp_path, make_recipe(make_spec(grace={"kind": "fixed", "seconds": 1000.0})))
+    await bench.join()
+    await bench.call(0)
+    bench.clock.now += 6
+    await bench.send("paris")
+    await bench.send("tokyo")
+    assert bench.server.tick() == bench.clock.now + 4
+    bench.clock.now += 4
+    await bench.settle()
+    assert bench.versions == [1, 0]
+    assert ("lapsed", {"region": "iowa", "silent_seconds": 10.0}) in bench.noted
+
+
+@in_a_loop
+async def test_a_late_frame_waits_for_the_next_round_and_does_not_close_it(tmp_path):
+    bench = Bench(tmp_path, make_recipe(make_spec(quorum=1)))
+    await bench.join()
+    await bench.call(0)
+    late = bench.regions["iowa"].frame(0)
+    await bench.send("paris")
+    bench.clock.now += 5
+    await bench.settle()
+    assert bench.versions == [1, 0]
+    assert isinstance(await bench.send("iowa", data=late), Accept)
+    bench.clock.now += 5
+    await bench.settle()
+    assert bench.versions == [1, 0], "it was never called"
+    await bench.call(0, "paris")
+    bench.clock.now += 9
+    await bench.settle()
+    assert bench.state.ledger.slots[0].members == ("iowa",)
+
+
+@in_a_loop
+async def test_a_heartbeat_revives_a_lease_of_the_same_epoch(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join("paris")
+    bench.clock.now += 11
+    bench.server.tick()
+    assert bench.state.live() == set()
+    await bench.beat("paris")
+    assert bench.state.live() == {"paris"}
+    assert ("revived", {"region": "paris", "silent_seconds": 11.0}) in bench.noted
+
+
+@in_a_loop
+async def test_a_retry_gets_the_recorded_answer_whatever_happened_since(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.call(0)
+    frame = bench.regions["paris"].frame(0)
+    assert isinstance(await bench.send("paris", data=frame), Accept)
+    again = await bench.send("paris", data=frame)
+    assert isinstance(again, Recorded) and again.decision.fate == "pending"
+    await bench.send("tokyo")
+    await bench.send("iowa")
+    await bench.settle()
+    again = await bench.send("paris", data=frame)
+    assert isinstance(again, Recorded) and again.decision.fate == "merged"
+    bench.restart()
+    again = await bench.send("paris", data=frame)
+    assert isinstance(again, Recorded) and again.decision.fate == "merged"
+
+
+@in_a_loop
+async def test_only_the_newest_epoch_may_speak(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join("paris")
+    first = bench.regions["paris"]
+    early = first.frame(0)
+    bench.regions["paris"] = second = Region("paris", bench.recipe, bench.run)
+    second.boot = 2
+    assert (await bench.join("paris")).epoch == 2
+    with pytest.raises(Denied, match="Epoch 1 of paris is over: 2 is current"):
+        await bench.server.heartbeat("paris", first.beat())
+    bench.regions["paris"] = first
+    assert isinstance(await bench.send("paris", data=early), Fenced)
+    bench.restart()
+    assert isinstance(await bench.send("paris", data=early), Fenced), "epochs are durable"
+
+
+@in_a_loop
+async def test_a_second_worker_waits_while_the_first_one_lives(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join("paris")
+    rival = Region("paris", bench.recipe, bench.run, owner="another-disk")
+    bench.clock.now += 4
+    with pytest.raises(Denied) as denied:
+        await bench.server.join("paris", rival.join)
+    assert denied.value.code == "held" and denied.value.beside == {"retry_seconds": 6.0}
+    bench.clock.now += 6
+    assert (await bench.server.join("paris", rival.join)).epoch == 2
+
+
+@in_a_loop
+async def test_a_lost_reply_to_a_join_fences_nobody(tmp_path):
+    bench = Bench(tmp_path)
+    assert (await bench.join("paris")).epoch == 1
+    assert (await bench.join("paris")).epoch == 1
+    bench.restart()
+    assert (await bench.join("paris")).epoch == 1
+
+
+@in_a_loop
+async def test_an_older_copy_of_a_folder_is_told_so(tmp_path):
+    bench = Bench(tmp_path)
+    bench.regions["paris"].boot = 5
+    await bench.join("paris")
+    bench.regions["paris"].boot = 4
+    with pytest.raises(Denied) as denied:
+        await bench.join("paris")
+    assert denied.value.code == "older-copy"
+
+
+@in_a_loop
+@pytest.mark.parametrize(
+    "change, code",
+    [
+        ({"spec_digest": "0" * 64}, "other-spec"),
+        ({"layout_digest": "0" * 64}, "other-spec"),
+        ({"wire": 9}, "other-wire"),
+    ],
+)
+async def test_a_worker_of_another_run_cannot_join(tmp_path, change, code):
+    bench = Bench(tmp_path)
+    asked = bench.regions["paris"].join.model_copy(update=change)
+    with pytest.raises(Denied) as denied:
+        await bench.server.join("paris", asked)
+    assert denied.value.code == code
+
+
+@in_a_loop
+async def test_a_region_the_spec_does_not_list_cannot_join(tmp_path):
+    bench = Bench(tmp_path)
+    with pytest.raises(Denied, match="it has iowa, paris, tokyo"):
+        await bench.server.join("atlantis", bench.regions["paris"].join)
+
+
+@in_a_loop
+async def test_work_that_does_not_follow_the_last_merged_frame_is_foreign(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.round(0)
+    forgetful = bench.regions["paris"].frame(0, prev="")
+    answer = await bench.send("paris", data=forgetful)
+    assert isinstance(answer, Foreign) and "it follows frame none" in answer.why
+    assert not any(
+        record.fate == "pending" for record in bench.state.ledger.slots[0].decided.values()
+    )
+
+
+@in_a_loop
+async def test_only_one_frame_of_a_region_and_fragment_waits(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.send("paris")
+    answer = await bench.send("paris")
+    assert isinstance(answer, Foreign) and "still waiting" in answer.why
+
+
+@in_a_loop
+async def test_under_replace_old_work_is_returned_and_the_answer_kept(tmp_path):
+    bench = Bench(tmp_path, make_recipe(make_spec(adopt="replace", staleness=1, quorum=1)))
+    await bench.join()
+    old = bench.regions["iowa"].frame(0)
+    await bench.round(0, "paris")
+    await bench.round(0, "paris")
+    answer = await bench.send("iowa", data=old)
+    assert isinstance(answer, Returned) and "2 versions behind, 1 allowed" in answer.why
+    bench.restart()
+    again = await bench.send("iowa", data=old)
+    assert isinstance(again, Recorded) and again.decision.fate == "returned"
+
+
+@in_a_loop
+async def test_unfit_content_is_refused_and_the_answer_kept(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    frame = bench.regions["paris"].frame(0)
+    answer = await bench.server.submit(receipt_of(frame), epoch=1, unfit="w1 is not finite")
+    assert isinstance(answer, Refused)
+    bench.restart()
+    again = await bench.server.submit(receipt_of(frame), epoch=1)
+    assert isinstance(again, Recorded) and again.decision.why == "w1 is not finite"
+    fate = bench.server.news("paris").fates[0]
+    assert (fate.fate, fate.why) == ("refused", "w1 is not finite")
+
+
+@in_a_loop
+async def test_a_worker_that_has_seen_more_than_the_server_is_told_so(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    bench.regions["paris"].versions[1] = 3
+    with pytest.raises(Denied) as denied:
+        await bench.beat("paris")
+    assert denied.value.code == "server-behind"
+    assert "version 3 of fragment 1, but 0 is the newest" in denied.value.message
+
+
+@in_a_loop
+async def test_exactly_one_live_region_evaluates(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join("tokyo", "paris")
+    asked = {name: bench.server.news(name).evaluate for name in NAMES}
+    assert asked == {"iowa": False, "paris": True, "tokyo": False}
+    bench.clock.now += 6
+    await bench.beat("tokyo")
+    bench.clock.now += 6
+    assert bench.server.news("tokyo").evaluate, "paris is silent"
+
+
+@in_a_loop
+async def test_an_evaluation_is_recorded_once_for_each_clock(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    for loss in (3.5, 3.6):
+        await bench.beat("iowa", heldout={"versions": (0, 0), "loss": loss})
+    assert [each["loss"] for each in bench.state.ledger.evaluations] == [3.5]
+    bench.restart()
+    assert [each["loss"] for each in bench.state.ledger.evaluations] == [3.5]
+
+
+@in_a_loop
+async def test_news_are_numbered_by_the_journal_and_survive_a_restart(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.call(0)
+    before = bench.server.news("paris")
+    assert before.n == bench.state.store.journal.last and before.calls == {0: 0}
+    bench.restart()
+    assert bench.server.news("paris") == before
+
+
+@in_a_loop
+async def test_a_waiting_region_hears_of_a_call_when_it_is_durable(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    after = bench.server.news("iowa").n
+    waiting = asyncio.create_task(bench.server.wait_news("iowa", epoch=1, after=after, wait=20.0))
+    await bench.call(0)
+    news = await waiting
+    assert news is not None and news.calls == {0: 0}
+    nothing = await bench.server.wait_news("iowa", epoch=1, after=news.n, wait=0.01)
+    assert nothing is None

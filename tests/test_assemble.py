@@ -1,0 +1,124 @@
+"""Names become things: every wrong kind is located, and what must be shared is compared."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco_cli import assemble
+from diloco_cli.spec.load import Problem, SpecErrors, load_spec
+from diloco_cli.spec.schema import RunSpec
+
+SMOKE = Path(__file__).parent.parent / "pipelines" / "smoke.yaml"
+
+
+def spec(*overrides: str) -> RunSpec:
+    return assemble.load_run(SMOKE, overrides).spec
+
+
+def problems(*overrides: str) -> list[Problem]:
+    with pytest.raises(SpecErrors) as caught:
+        assemble.load_run(SMOKE, overrides)
+    return caught.value.problems
+
+
+def test_a_spec_becomes_parts_that_fit_together():
+    parts = assemble.resolve(spec())
+    sizes = [tensor.size for tensor in parts.model.tensors()]
+    assert parts.layout.size == sum(sizes)
+    assert len(parts.layout.fragments) == 2
+
+
+@pytest.mark.parametrize(
+    "override, key",
+    [
+        ("model.kind=decodr", "model.kind"),
+        ("model.widht=3", "model.widht"),
+        ("data={kind: text}", "data.files"),
+        ("inner.optimizer.kind=adam", "inner.optimizer.kind"),
+        ("inner.schedule.warmup=-1", "inner.schedule.warmup"),
+        ("merge.kind=mode", "merge.kind"),
+        ("outer.momentum=1", "outer.momentum"),
+        ("wire.up.block=x", "wire.up.block"),
+        ("wire.down={}", "wire.down.kind"),
+        ("server.store.kind=tape", "server.store.kind"),
+        ("regions.1.data={kind: txt}", "regions.1.data.kind"),
+        ("regions.1.inner={optimizer: {lr: 1}}", "regions.1.inner.optimizer.kind"),
+        ("plugins=[no_such_module_here]", "plugins.0"),
+        ("model.vocabulary=99", "model.vocabulary"),
+    ],
+)
+def test_a_wrong_choice_is_located_at_its_key(override: str, key: str):
+    (found,) = problems(override)
+    assert (found.key, found.file) == (key, f"--set {override}")
+
+
+def test_more_fragments_than_the_model_has_rows_are_refused():
+    (found,) = problems("sync={fragments: 5000, every: 5000}", "budget.tokens=1e9")
+    assert found.key == "sync.fragments"
+    assert "is 5000, more than this model can fill" in found.message
+
+
+def test_wrong_kinds_and_wrong_values_are_reported_together():
+    found = problems("merge.kind=mode", "sync.quorum=9", "inner.batch=x")
+    assert {problem.key for problem in found} == {"merge.kind", "sync.quorum", "inner.batch"}
+
+
+def test_a_section_that_cannot_be_read_says_nothing_about_its_kind():
+    assert [problem.key for problem in problems("merge=radial")] == ["merge"]
+
+
+def test_a_spec_that_was_only_loaded_can_be_checked_later():
+    loaded = load_spec(SMOKE, ["merge.kind=mode"])
+    with pytest.raises(SpecErrors, match="There is no merge rule called 'mode'"):
+        assemble.check(loaded)
+    assemble.check(load_spec(SMOKE))
+
+
+def test_a_plugin_may_bring_its_own_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a_lab_of_ours.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from diloco_cli.core.merge import Mean, merge_rules\n"
+        "@merge_rules.register('ours')\n"
+        "@dataclass(frozen=True)\n"
+        "class Ours(Mean):\n"
+        "    taste: float = 0.5\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(
+        assemble.merge_rules, "_choices", dict(assemble.merge_rules._choices), raising=True
+    )
+    try:
+        ours = spec("plugins=[a_lab_of_ours]", "merge.kind=ours")
+        assert assemble.spelled_out(ours).merge == {"kind": "ours", "taste": 0.5}
+    finally:
+        sys.modules.pop("a_lab_of_ours", None)
+
+
+def test_spelling_out_names_every_option_and_changes_nothing():
+    short, full = spec(), assemble.spelled_out(spec())
+    assert full.inner.optimizer["beta1"] == 0.9
+    assert assemble.spelled_out(full) == full
+    assert assemble.resolve(full) == assemble.resolve(short)
+
+
+def test_the_digest_is_of_what_the_run_means_not_of_how_it_is_written():
+    meant = assemble.shared_digest(spec())
+    assert assemble.shared_digest(spec("outer={kind: nesterov}")) == meant
+    assert assemble.shared_digest(spec("outer={kind: nesterov, lr: 0.5}")) != meant
+
+
+@pytest.mark.parametrize(
+    "own", ["inner.batch=4", "regions.0.speed=0.5", "server.listen='127.0.0.1:1'", "data.limit=2e6"]
+)
+def test_what_is_a_regions_own_is_not_shared(own: str):
+    assert assemble.shared_digest(spec(own)) == assemble.shared_digest(spec())
+
+
+@pytest.mark.parametrize(
+    "common", ["seed=1", "budget.tokens=200_000", "sync.every=9", "model.layers=3", "wire.zstd=2"]
+)
+def test_what_must_be_shared_changes_the_digest(common: str):
+    assert assemble.shared_digest(spec(common)) != assemble.shared_digest(spec())

@@ -1,0 +1,197 @@
+"""The mail gets through: whatever the link does, once, and to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from counter import LAYOUT, SIZE, Counter
+
+from diloco_cli.net.client import Fenced
+from diloco_cli.observe.events import EventLog, read_events
+from diloco_cli.wire.frame import Header, pack
+from diloco_cli.wire.messages import Answer, Joined
+from diloco_cli.worker.courier import Courier
+from diloco_cli.worker.images import bring_up
+from diloco_cli.worker.mailbox import Fate, Image, Mailbox
+
+
+@pytest.fixture
+def mailbox(tmp_path):
+    made = Mailbox(tmp_path / "regions" / "paris")
+    made.prepare()
+    return made
+
+
+@pytest.fixture
+def counter():
+    return Counter()
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def courier(mailbox, counter, tmp_path, said):
+    made = Courier(
+        mailbox,
+        "paris",
+        Joined.model_validate({**counter.news(), "epoch": 1, "high": 5}),
+        connect=counter.connect,
+        events=EventLog(tmp_path / "events.jsonl", "paris"),
+        say=said.append,
+        on_mail=lambda: None,
+        on_change=lambda: None,
+    )
+    yield made
+    made.close()
+
+
+def write_frame(mailbox, clock=7, fragment=0):
+    header = Header(
+        kind="contribution",
+        run="run-1",
+        layout=LAYOUT,
+        fragment=fragment,
+        size=SIZE,
+        codec={"kind": "fp32"},
+        base=0,
+        version=0,
+        region="paris",
+        clock=clock,
+        tokens=10.0,
+        steps=1.0,
+    )
+    data = pack(header, np.ones(SIZE, np.float32))
+    mailbox.post(fragment, data)
+    return data[-32:].hex()
+
+
+def test_all_images_are_fetched_at_first(courier, counter, mailbox):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    assert [mailbox.image_version(number) for number in range(2)] == [0, 0]
+    assert "whole 0 0" in counter.asked and "whole 1 0" in counter.asked
+
+
+def test_newer_versions_come_as_deltas_and_are_the_servers_bits(courier, counter, mailbox):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    counter.publish(1)
+    counter.publish(1)
+    counter.wait_for(lambda: mailbox.image_version(1) == 2)
+    np.testing.assert_array_equal(mailbox.image(1).weights, counter.weights[1][2])
+    assert not [one for one in counter.asked if one.startswith("whole 1") and one != "whole 1 0"]
+
+
+def test_deltas_that_do_not_add_up_are_replaced_by_the_whole(courier, counter, mailbox, said):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    counter.lies = True
+    counter.publish(0)
+    counter.wait_for(lambda: mailbox.image_version(0) == 1)
+    np.testing.assert_array_equal(mailbox.image(0).weights, counter.weights[0][1])
+    counter.wait_for(lambda: any("do not add up" in line for line in said))
+
+
+def test_what_the_server_has_pruned_is_fetched_as_its_newest_version(counter):
+    counter.pruned = True
+    counter.publish(0)
+    counter.publish(0)
+    image, why = bring_up(counter.connect(), 0, Image(0, {}, "", counter.weights[0][0]), 1)
+    assert image.version == 2 and "no longer has the deltas" in why
+    np.testing.assert_array_equal(image.weights, counter.weights[0][2])
+
+
+def test_a_posted_frame_is_sent_and_its_fate_written_down(courier, counter, mailbox):
+    counter.decide = lambda frame: Answer(fate="returned", why="too old")
+    courier.start()
+    digest = write_frame(mailbox)
+    courier.heard()
+    counter.wait_for(lambda: mailbox.fate(0) == Fate(digest, "returned", "too old"))
+    assert [frame.digest for frame in counter.submitted] == [digest] and not courier.unsent()
+
+
+def test_a_frame_the_server_knows_is_not_sent_again(courier, counter, mailbox):
+    digest = write_frame(mailbox)
+    counter.fates = {0: {"digest": digest, "fate": "merged"}}
+    courier.take(Joined.model_validate({**counter.news(), "epoch": 1, "high": 5}))
+    assert courier.unsent() == []
+
+
+def test_an_answer_about_an_older_frame_does_not_hide_the_newest(courier, counter, mailbox):
+    counter.decide = lambda frame: Answer(fate="foreign", why="somebody else")
+    courier.start()
+    digest = write_frame(mailbox)
+    courier.heard()
+    counter.wait_for(lambda: mailbox.fate(0) is not None)
+    counter.fates = {0: {"digest": "a" * 64, "fate": "merged"}}
+    counter.tell()
+    counter.wait_for(lambda: courier.news.n == counter.n)
+    assert mailbox.fate(0) == Fate(digest, "foreign", "somebody else")
+
+
+def test_older_news_does_not_overwrite_newer(courier, counter):
+    old = Joined.model_validate({**counter.news(), "epoch": 1, "high": 5})
+    counter.tell(end=True)
+    courier.take(Joined.model_validate({**counter.news(), "epoch": 1, "high": 5}))
+    courier.take(old)
+    assert courier.mailbox.calls().end
+
+
+def test_a_server_that_is_away_is_mentioned_once_and_everything_is_sent_later(
+    courier, counter, mailbox, said, tmp_path
+):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    counter.away = True
+    asked = len(counter.asked)
+    write_frame(mailbox)
+    courier.heard()
+    counter.wait_for(lambda: len(counter.asked) > asked + 6)
+    assert courier.away
+    counter.away = False
+    counter.wait_for(lambda: len(counter.submitted) == 1 and not courier.away)
+    kinds = [event.kind for event in read_events(tmp_path / "events.jsonl")]
+    assert kinds == ["link-lost", "link-back"]
+    assert "training goes on" in said[0] and "back in reach" in said[1] and len(said) == 2
+
+
+def test_a_fenced_courier_stops_and_says_so(courier, counter):
+    courier.start()
+    counter.fenced = True
+    counter.tell()
+    counter.wait_for(lambda: isinstance(courier.trouble, Fenced))
+    assert courier.closed.is_set()
+
+
+def test_a_damaged_image_is_fetched_again(courier, counter, mailbox):
+    mailbox.image_file(0).write_bytes(b"nonsense")
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    assert mailbox.image_version(0) == 0
+
+
+def test_heartbeats_say_what_the_trainer_says(courier, counter, mailbox):
+    tokens = {f: [1.0, 2.0] for f in ("trained", "applied", "pending", "refused", "discarded")}
+    mailbox.write_progress(
+        {
+            "step": 12,
+            "training": True,
+            "drained": False,
+            "fragments": [{"version": 3, "steps": 2.0}, {"version": 4, "steps": 0.0}],
+            "tokens": tokens,
+            "loss": float("nan"),
+            "tokens_per_second": 100.0,
+            "step_seconds": 0.1,
+            "why": "training",
+            "heldout": {"versions": [3, 4], "loss": 2.5},
+        }
+    )
+    courier.state.update(training=None, why=None, restarts=2)
+    courier.start()
+    counter.wait_for(lambda: bool(counter.heartbeats))
+    beat = counter.heartbeats[0]
+    assert (beat.step, beat.training, beat.why, beat.restarts) == (12, True, "training", 2)
+    assert beat.fragments[0].version == 3 and beat.loss is None and beat.heldout.loss == 2.5

@@ -1,0 +1,110 @@
+"""A worker is let in under its own name, once, and only to the run that it belongs to."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from counter import LAYOUT, SIZE, TERMS, Counter
+
+from diloco_cli.errors import LinkError, SpecError, StoreError
+from diloco_cli.net.client import Held, OlderCopy
+from diloco_cli.worker.bell import Bell
+from diloco_cli.worker.door import Door, Terms
+from diloco_cli.worker.mailbox import Identity, Image, Mailbox
+
+
+@pytest.fixture
+def mailbox(tmp_path):
+    made = Mailbox(tmp_path / "regions" / "paris")
+    made.prepare()
+    return made
+
+
+@pytest.fixture
+def counter():
+    return Counter()
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def door(mailbox, said):
+    return Door(mailbox, "paris", TERMS, Bell(), say=said.append)
+
+
+def test_a_start_is_counted_before_the_server_hears_of_it(door, mailbox, counter):
+    seen = []
+    counter.join = lambda owner, boot: seen.append((mailbox.identity(), owner, boot)) or 1
+    door.boot()
+    door.boot()
+    joined = door.join(counter.connect(), "run-1", wait=1)
+    (before, owner, boot), after = seen[0], mailbox.identity()
+    assert before == Identity(owner, 2) and boot == 2 and joined.epoch == 1
+    assert after == Identity(owner, 2, "run-1", high=5)
+
+
+def test_a_region_that_another_worker_holds_is_waited_for(door, counter, said):
+    tries = []
+
+    def join(owner, boot):
+        tries.append(owner)
+        if len(tries) < 3:
+            raise Held("another worker holds this region", hint=None, retry_seconds=0.01)
+        return 2
+
+    counter.join = join
+    door.boot()
+    assert door.join(counter.connect(), "run-1", wait=0).epoch == 2
+    assert said == ["waiting to take over: another worker holds this region"]
+
+
+def test_an_older_copy_of_a_folder_takes_a_new_name(door, counter, mailbox):
+    def join(owner, boot):
+        if owner == "old":
+            raise OlderCopy("start 4, but start 9 was seen before")
+        return 3
+
+    counter.join = join
+    mailbox.write_identity(Identity("old", 3, "run-1"))
+    door.boot()
+    assert door.join(counter.connect(), "run-1", wait=0).epoch == 3
+    assert mailbox.identity().owner != "old" and mailbox.identity().boot == 1
+
+
+def test_a_server_that_is_not_there_is_waited_for_but_not_for_ever(door, counter, said):
+    counter.away = True
+    with pytest.raises(LinkError, match="nobody answers"):
+        door.ask(counter.connect().run, wait=0.05)
+    assert said == ["waiting for the server: nobody answers"]
+
+
+def test_a_worker_told_to_leave_stops_waiting(door, counter):
+    counter.away = True
+    threading.Timer(0.05, door.bell.leave, ["a test"]).start()
+    assert door.ask(counter.connect().run, wait=60) is None
+
+
+def test_settings_that_differ_are_named_with_both_values(door, counter):
+    door.terms = Terms({"sync": {"every": 24, "quorum": 1}, "seed": 0}, "3" * 64, LAYOUT)
+    with pytest.raises(SpecError, match=r"sync\.every: 8 there, 24 here") as caught:
+        door.check(counter.connect().run())
+    assert "quorum" not in caught.value.message
+
+
+def test_a_folder_of_another_run_is_refused(door, counter, mailbox):
+    mailbox.write_identity(Identity("me", 1, "run-0"))
+    door.boot()
+    with pytest.raises(SpecError, match="belongs to run run-0, the server runs run-1"):
+        door.check(counter.connect().run())
+
+
+def test_a_server_older_than_our_images_is_refused(door, counter, mailbox):
+    mailbox.write_image(0, Image(4, {}, "", np.zeros(SIZE, np.float32)))
+    door.boot()
+    with pytest.raises(StoreError, match=r"holds version 4 of fragment 0, but .* newest is 0"):
+        door.join(counter.connect(), "run-1", wait=0)

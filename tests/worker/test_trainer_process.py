@@ -1,0 +1,108 @@
+"""The trainer as a process: killed at any moment, it goes on from what is durable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from stage import Stage, tiny_spec
+
+from diloco_cli.spec.resolved import write_resolved
+from diloco_cli.worker import resume
+
+
+class Process:
+    """A trainer in a process of its own, which rings when it has something to say."""
+
+    def __init__(self, stage: Stage) -> None:
+        spec_file = write_resolved(stage.spec, stage.folder)
+        argv = [sys.executable, "-m", "diloco_cli", "trainer", str(spec_file)]
+        self.stage = stage
+        self.child = subprocess.Popen(
+            [*argv, "--region", "paris", "--dir", str(stage.folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+
+    def ring(self) -> None:
+        assert self.child.stdin
+        self.child.stdin.write(b"mail\n")
+
+    def progress(self) -> dict[str, Any]:
+        return self.stage.mailbox.progress() or {"step": 0, "tokens": {"applied": [0, 0]}}
+
+    def wait_for(self, happened, seconds: float = 90.0) -> None:
+        assert self.child.stdout
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert time.monotonic() < deadline and self.child.poll() is None
+            os.read(self.child.stdout.fileno(), 4096)  # It rings every few steps.
+
+    def end(self) -> int:
+        assert self.child.stdin
+        self.child.stdin.close()
+        return self.child.wait(60)
+
+    def close(self) -> None:
+        assert self.child.stdin and self.child.stdout
+        self.child.kill()
+        self.child.wait()
+        self.child.stdin.close()
+        self.child.stdout.close()
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def begin(stage: Stage) -> Process:
+        started.append(Process(stage))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.close()
+
+
+def test_a_trainer_killed_in_mid_run_goes_on_and_every_merged_token_counts_once(start, tmp_path):
+    stage = Stage(tmp_path, tiny_spec(tmp_path))
+    killed = start(stage)
+    killed.wait_for(lambda: killed.progress()["step"] >= 5)
+    stage.tell({0: 0})
+    killed.ring()
+    killed.wait_for(lambda: stage.mailbox.frame(0) is not None)
+    killed.child.send_signal(signal.SIGKILL)
+    assert killed.end() == -signal.SIGKILL
+    frame = stage.frame(0).header
+    stage.merge(0)
+
+    revived = start(stage)
+    revived.wait_for(lambda: revived.progress()["tokens"]["applied"][0] == frame.tokens)
+    step = revived.progress()["step"]
+    assert step >= frame.clock
+    revived.wait_for(lambda: revived.progress()["step"] > step)
+    assert revived.end() == 0, "the end of its input is a reason to leave in order"
+
+    saved = resume.load(stage.mailbox.checkpoint)
+    assert saved.books[0]["totals"]["applied"] == frame.tokens
+    assert saved.cursor["windows"] > frame.cursor["windows"]
+    last = revived.progress()
+    assert last["why"] == "stopped: the agent is gone" and not last["training"]
+    for number in range(2):
+        tokens = {fate: values[number] for fate, values in last["tokens"].items()}
+        assert tokens["trained"] == tokens["applied"] + tokens["pending"] > 0
+
+
+def test_sigterm_means_checkpoint_and_leave(start, tmp_path):
+    stage = Stage(tmp_path, tiny_spec(tmp_path))
+    process = start(stage)
+    process.wait_for(lambda: process.progress()["step"] >= 5)
+    process.child.send_signal(signal.SIGTERM)
+    assert process.child.wait(60) == 0
+    assert resume.load(stage.mailbox.checkpoint).clock == process.progress()["step"] >= 5
