@@ -4,6 +4,8 @@
     spec.md         from the sections of the run spec
     kinds.md        from the registries
     exit-codes.md   from the errors
+    http-api.md     from the table the server makes its routes of
+    events.md       from the kinds of the run log
 
 A page that differs from what this module writes fails the tests, so the pages are true.
 """
@@ -22,6 +24,8 @@ from diloco_cli.assemble import SEAMS
 from diloco_cli.cli.app import app
 from diloco_cli.cli.describe import Option, keys_of, kinds_of, summary
 from diloco_cli.errors import DilocoError
+from diloco_cli.observe import events
+from diloco_cli.server.api import CALLS
 from diloco_cli.spec.schema import RunSpec
 
 NOTICE = "<!-- Written by `make docs` from the code. Edit the code, not this page. -->\n"
@@ -40,6 +44,16 @@ Where a mapping has a `kind`, the options are those of that kind: [kinds.md](kin
 KINDS = """\
 What a spec can choose by `kind`, and the options of each. `diloco explain` prints the same.\
 """
+HTTP_API = """\
+HTTP/2 (prior knowledge on `http://`) and HTTP/1.1 for browsers. `diloco-run` names the run and
+`diloco-wire` the wire version; a PUT also carries `diloco-epoch`. The server's own description is
+at `/openapi.json`. Every error body is `{"error": {"code", "message", "hint"}}`.\
+"""
+EVENTS = """\
+`events.jsonl` in the run folder has one JSON object a line: `kind`, `time` (seconds since 1970),
+`seconds` (since the process began), `process`, and the fields of the kind. Each process appends
+its own lines; nothing is ever rebuilt from them.\
+"""
 SIGNALS = {
     0: "Done.",
     130: "Ended by SIGINT (Ctrl-C).",
@@ -54,6 +68,8 @@ def pages() -> dict[str, str]:
         "spec.md": _spec(),
         "kinds.md": _kinds(),
         "exit-codes.md": _exit_codes(),
+        "http-api.md": _http_api(),
+        "events.md": _events(),
     }
     return {name: NOTICE + "\n".join(lines) + "\n" for name, lines in bodies.items()}
 
@@ -73,6 +89,33 @@ def _family(error: type[DilocoError]) -> Iterator[type[DilocoError]]:
         if child.__module__ == DilocoError.__module__:
             yield child
             yield from _family(child)
+
+
+def _http_api() -> Iterator[str]:
+    yield "# HTTP API, version 1\n"
+    yield HTTP_API
+    for call in CALLS:
+        yield f"\n## {call.method} `{call.path}`\n"
+        yield f"{call.does}\n"
+        must = "run and wire version" if call.region else "wire version" if call.wire else ""
+        if must:
+            yield f"Must name the {must}.\n"
+        for name, meaning in (call.query or {}).items():
+            yield f"* `?{name}=`: {meaning}"
+        if call.sends:
+            yield f"* takes `{call.sends}`"
+        yield f"* gives `{call.gives}`\n"
+        yield "| code | answer |\n| --- | --- |"
+        for code, answer in call.answers.items():
+            yield f"| {code} | {answer} |"
+
+
+def _events() -> Iterator[str]:
+    yield "# Events\n"
+    yield EVENTS
+    yield "\n| kind | means | fields |\n| --- | --- | --- |"
+    for name, kind in events.KINDS.items():
+        yield f"| `{name}` | {kind.meaning} | {', '.join(f'`{field}`' for field in kind.fields)} |"
 
 
 def _exit_codes() -> Iterator[str]:
