@@ -17,11 +17,6 @@ def register(app: typer.Typer) -> None:
     app.add_typer(bench, name="bench")
 
 
-@bench.callback()
-def _bench() -> None:
-    """Keeps `inner` a subcommand while it is the only one."""
-
-
 @bench.command()
 def inner(
     windows: Annotated[int, typer.Option(min=1, help="How often each side is measured.")] = 8,
@@ -37,6 +32,17 @@ def inner(
     show(inner_figures(windows=windows, seconds=seconds), format)
 
 
+@bench.command()
+def start(
+    times: Annotated[int, typer.Option(min=1, help="How often each command is started.")] = 10,
+    format: OutputFormat = Format.text,
+) -> None:
+    """Measure how long `diloco --help` and `diloco validate` take."""
+    from diloco_cli.cli.bench_start import start_figures
+
+    show(start_figures(times=times), format)
+
+
 def show(figures: list[dict[str, Any]], format: Format) -> None:
     """Prints figures, each with the limit it was measured against in the same run."""
     if format is Format.json:
@@ -47,13 +53,20 @@ def show(figures: list[dict[str, Any]], format: Format) -> None:
 
     table = Table("figure", "value", "limit", "unit", "ratio", "goal", "", box=None)
     for figure in figures:
+        bound = "≤" if figure.get("better") == "lower" else "≥"
         table.add_row(
             figure["name"],
-            f"{figure['value']:,.0f}",
-            f"{figure['reference']:,.0f}",
+            _number(figure["value"]),
+            _number(figure["reference"]),
             figure["unit"],
-            f"{figure['ratio']:.3f}",
-            f"≥ {figure['goal']:g}",
-            "met" if figure["met"] else "missed",
+            _number(figure["ratio"]),
+            "" if figure["goal"] is None else f"{bound} {figure['goal']:g}",
+            "" if figure["met"] is None else "met" if figure["met"] else "missed",
         )
     Console().print(table)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,55 @@
+"""How long until the command answers?
+
+`diloco --help` and `diloco validate` are typed by people and by scripts in loops, so they
+load nothing that trains. Each is started several times; the fastest start says what the
+command costs, the others what else the machine was doing. A bare interpreter, started in
+turns with it, is the limit.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+GOAL_SECONDS = 0.4
+
+
+def start_figures(*, times: int) -> list[dict[str, Any]]:
+    """Measures the starts of the light commands beside that of a bare interpreter."""
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
+        spec = Path(name) / "run.yaml"
+        source = resources.files("diloco_cli") / "cli" / "templates" / "quickstart.yaml"
+        spec.write_text(source.read_text())
+        commands = {
+            "diloco --help": ["-m", "diloco_cli", "--help"],
+            "diloco validate": ["-m", "diloco_cli", "validate", str(spec)],
+        }
+        bare, found = [], {title: [] for title in commands}
+        for _ in range(times):
+            bare.append(_seconds(["-c", "pass"]))
+            for title, arguments in commands.items():
+                found[title].append(_seconds(arguments))
+    return [
+        {
+            "name": title,
+            "value": min(seconds),
+            "unit": "s",
+            "reference": min(bare),
+            "ratio": min(seconds) / min(bare),
+            "goal": GOAL_SECONDS,
+            "better": "lower",
+            "met": min(seconds) <= GOAL_SECONDS,
+        }
+        for title, seconds in found.items()
+    ]
+
+
+def _seconds(arguments: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+    return time.perf_counter() - began
