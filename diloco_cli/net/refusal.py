@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import httpx
 
-from diloco_cli.errors import DilocoError, LinkError, SpecError, WireError
+from diloco_cli.errors import DilocoError, LinkError, SpecError, StoreError, WireError
 from diloco_cli.wire.messages import WIRE_HEADER, WIRE_VERSION, parse_error
 
 MOST_REFUSAL_BYTES = 1 << 20
@@ -73,6 +73,8 @@ def refusal(url: str, status: int, body: bytes) -> DilocoError:
         return Held(message, hint=hint, retry_seconds=_positive(seconds, otherwise=1.0))
     if status == 409 and error.code == "older-copy":
         return OlderCopy(message, hint=hint)
+    if status == 409 and error.code == "server-behind":
+        return StoreError(message, hint=hint)
     if status in (401, 403, 409):
         return SpecError(message, hint=hint)
     if status in (404, 410):

@@ -24,7 +24,7 @@ from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.messages import Joined
-from diloco_cli.worker.bell import Bell, leave_on_signals, listen
+from diloco_cli.worker.bell import Bell, end_at_once, leave_on_signals, listen
 from diloco_cli.worker.courier import Courier
 from diloco_cli.worker.door import Door, Terms
 from diloco_cli.worker.mailbox import Mailbox
@@ -66,11 +66,15 @@ def work(
     mailbox = Mailbox(folder / "regions" / region)
     mailbox.prepare()
     with mailbox.locked(seconds=LOCK_SECONDS):
+        mailbox.clear_agent_drafts()
         spec_file = write_resolved(spec, folder)
         agent = Agent(region, folder, server_url, terms, bell, argv=_argv(region, cores, spec_file))
-        leave_on_signals(
-            bell, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, at_once=agent.kill_trainer
-        )
+
+        def at_once(number: int) -> None:
+            agent.kill_trainer()
+            end_at_once(number)
+
+        leave_on_signals(bell, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, again=at_once)
         if with_parent:
             listen(bell, 0, gone="whoever started this worker is gone")
         return agent.run(wait=wait)
@@ -165,7 +169,12 @@ class Agent:
                         return self._leave(courier, "the run is finished")
             if courier.news.finished and self._is_late():
                 return self._leave(courier, "the run is finished")
-            self._pause(1.0 if self.trainer else min(1.0, self._again_at - time.monotonic()))
+            self._pause(self._until_next_start())
+
+    def _until_next_start(self) -> float:
+        """How long to sleep; the bell wakes us for everything but a pause that is over."""
+        left = self._again_at - time.monotonic()
+        return left if self.trainer is None and 0 < left < 1 else 1.0
 
     def _is_late(self) -> bool:
         """Says whether a trainer had its time to adopt and measure the final weights."""
@@ -174,7 +183,8 @@ class Agent:
 
     def _start_trainer(self, courier: Courier) -> None:
         def heard(words: bytes) -> None:
-            courier.state.update(training=None, why=None)
+            if self.trainer is None or self.trainer.code is None:  # Its end is told by us.
+                courier.state.update(training=None, why=None)
             courier.heard(words)
 
         self._tell(courier, "starting the trainer")

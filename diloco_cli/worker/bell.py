@@ -55,16 +55,20 @@ class Bell:
         return True
 
 
+def end_at_once(number: int) -> None:
+    os._exit(128 + number)
+
+
 def leave_on_signals(
-    bell: Bell, *signals: signal.Signals, at_once: Callable[[], None] = lambda: None
+    bell: Bell, *signals: signal.Signals, again: Callable[[int], None] = end_at_once
 ) -> None:
-    """The first signal asks to leave in order; a second one ends the process, after `at_once`."""
+    """The first signal asks to leave in order; a second one ends the process, or does `again`."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         if bell.leaving:
-            at_once()
-            os._exit(128 + number)
-        bell.leave(f"told to stop by {signal.Signals(number).name}")
+            again(number)
+        else:
+            bell.leave(f"told to stop by {signal.Signals(number).name}")
 
     for each in signals:
         signal.signal(each, handler)

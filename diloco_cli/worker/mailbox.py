@@ -22,7 +22,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class Mailbox:
         self.progress_file = folder / "progress.json"
 
     def prepare(self) -> None:
-        """Makes the folders and clears away drafts whose writer died."""
+        """Makes the folders."""
         try:
             for name in ("outbox", "image", "fate"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -91,8 +91,19 @@ class Mailbox:
                 f"{self.folder} cannot be made: {error.strerror}.",
                 hint="Fix the permissions, or choose another folder with --dir.",
             ) from None
-        for draft in self.folder.rglob(".*.draft"):
-            draft.unlink(missing_ok=True)
+
+    def clear_agent_drafts(self) -> None:
+        """Removes what an agent that died left half written; call it under the lock."""
+        for name in ("identity.json", "calls.json"):
+            _remove(self.folder.glob(f".{name}.*.draft"))
+        for folder in ("image", "fate"):
+            _remove((self.folder / folder).glob(".*"))
+
+    def clear_trainer_drafts(self) -> None:
+        """Removes what a trainer that died left half written; call it under its lock."""
+        for pattern in (".progress.json.*.draft", ".checkpoint*", "checkpoint*.draft", ".tmp*"):
+            _remove(self.folder.glob(pattern))
+        _remove((self.folder / "outbox").glob(".*"))
 
     def outbox_file(self, fragment: int) -> Path:
         return self.folder / "outbox" / f"{fragment}.frame"
@@ -116,7 +127,11 @@ class Mailbox:
             ) from None
 
     def write_identity(self, identity: Identity) -> None:
-        _write(self.folder / "identity.json", _json(asdict(identity)), durable=True)
+        path = self.folder / "identity.json"
+        try:
+            _write(path, _json(asdict(identity)), durable=True)
+        except OSError as error:
+            raise _unusable(path, error) from None
 
     def post(self, fragment: int, frame: bytes) -> None:
         """Makes a frame durable, then visible; it replaces the fragment's last one."""
@@ -191,14 +206,33 @@ class Mailbox:
     def locked(self, name: str = "lock", *, seconds: float = 0.0) -> Iterator[None]:
         """Holds the folder; a second holder waits `seconds`, then is told who the first one is."""
         path = self.folder / name
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise _unusable(path, error) from None
         try:
             _take(handle, path, time.monotonic() + seconds)
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+            try:
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+            except OSError as error:
+                raise _unusable(path, error) from None
             yield
         finally:
             os.close(handle)
+
+
+def _unusable(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path} cannot be written: {error.strerror}.",
+        hint="Make room or fix the permissions, or choose another folder with --dir.",
+    )
+
+
+def _remove(files: Iterable[Path]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.unlink()
 
 
 def stamp(path: Path) -> Stamp | None:

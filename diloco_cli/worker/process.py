@@ -18,6 +18,8 @@ from pathlib import Path
 from diloco_cli.worker.bell import ring_pipe
 
 TAIL_BYTES = 64_000
+MOST_LETTERS = 600
+"""Of a reason that is passed on; a heartbeat has room for a thousand."""
 
 
 class TrainerProcess:
@@ -82,12 +84,12 @@ class TrainerProcess:
                 text = file.read().decode(errors="replace")
         except OSError:
             return "", None
-        _, found, said = text.rpartition("error: ")
+        _, found, said = f"\n{text}".rpartition("\nerror: ")
         if not found:
             lines = [line for line in text.splitlines() if line.strip()]
-            return lines[-1].strip() if lines else "", None
+            return lines[-1].strip()[:MOST_LETTERS] if lines else "", None
         message, _, hint = said.partition("hint: ")
-        return message.strip(), hint.strip() or None
+        return message.strip()[:MOST_LETTERS], hint.strip()[:MOST_LETTERS] or None
 
     def _listen(self) -> None:
         stdout = self._child.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ class Reporter:
         """What goes wrong meanwhile."""
         self.heldout: dict[str, Any] | None = (mailbox.progress() or {}).get("heldout")
         """The newest evaluation; a restarted trainer does not repeat it."""
+        self._evaluated_at = sum(self.heldout["versions"]) if self.heldout else None
         self._step = -1
         sync = task.spec.sync
         self._every = max(1, sync.every // sync.fragments)
@@ -59,16 +61,20 @@ class Reporter:
 
     def evaluation_is_due(self, own: Holdings) -> bool:
         """Says whether the global weights have moved far enough since the last evaluation."""
-        if self.heldout is None:
+        if self._evaluated_at is None:
             return True
         unit = self.task.spec.evaluate.every * self.task.spec.sync.fragments
-        return sum(own.versions) // unit > sum(self.heldout["versions"]) // unit
+        return sum(own.versions) // unit > self._evaluated_at // unit
 
     def evaluate(self, own: Holdings) -> None:
         """Measures the held-out loss of the published weights, as adopted."""
         batches = self.task.stream.heldout(self.task.spec.evaluate.batches)
         loss = self.task.step.evaluate(place(own.published()), batches)
-        self.heldout = {"versions": own.versions, "loss": loss}
+        self._evaluated_at = sum(own.versions)
+        if math.isfinite(loss):
+            self.heldout = {"versions": own.versions, "loss": loss}
+        else:  # No number, so nothing that could be reported as one.
+            self.note(f"the held-out loss of versions {own.versions} is {loss}")
         self.meter.paused()
 
     def note(self, why: str) -> None:

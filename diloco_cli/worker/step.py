@@ -112,7 +112,12 @@ def _gradient(
 
 def place(params: Mapping[str, np.ndarray]) -> Params:
     """Copies weights to the device."""
-    return {name: jnp.array(values, jnp.float32, copy=True) for name, values in params.items()}
+    return {name: _copied(values) for name, values in params.items()}
+
+
+def _copied(values: np.ndarray) -> jax.Array:
+    # JAX only queues the copy, and would copy whatever the array holds by then.
+    return jnp.array(values, jnp.float32, copy=True).block_until_ready()
 
 
 def fetch(params: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -137,8 +142,7 @@ def replace_fragment(params: Params, fragment: Fragment, vector: np.ndarray) -> 
     """Gives the weights with one fragment replaced; all others are the same arrays."""
     changed = dict(params)
     for piece in fragment.pieces:
-        values = vector[piece.span].reshape(piece.shape)
-        rows = jnp.array(values, jnp.float32, copy=True)
+        rows = _copied(vector[piece.span].reshape(piece.shape))
         old = changed[piece.tensor]
         whole = old.shape == rows.shape
         changed[piece.tensor] = rows if whole else _overwrite(old, rows, piece.start)

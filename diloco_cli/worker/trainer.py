@@ -58,13 +58,18 @@ def train(spec: RunSpec, region: str, folder: Path, *, cores: Sequence[int] | No
     keep_memory()
     use_compile_cache()
     bell = Bell()
-    leave_on_signals(bell, signal.SIGTERM)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent, which tells us.
+    # Whoever signals the whole group signals us twice: once himself, once through the agent.
+    # A trainer that hangs is killed by the agent, so asking again is not needed.
+    leave_on_signals(bell, signal.SIGTERM, again=lambda number: None)
+    # Ctrl-C and a closed terminal are for the agent, which tells us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     listen(bell, 0, gone="the agent is gone", last_moment=LAST_MOMENT)
     tell = partial(ring_pipe, _take_over_stdout())
     mailbox = Mailbox(folder / "regions" / region)
     # A trainer whose agent was killed may still be writing its last checkpoint.
     with mailbox.locked(TRAINER_LOCK, seconds=LAST_MOMENT + 10):
+        mailbox.clear_trainer_drafts()
         task = prepare(spec, region)
         events = EventLog(folder / "events.jsonl", f"{region}.trainer")
         trainer = Trainer(task, mailbox, bell, tell=tell, events=events)
@@ -155,7 +160,7 @@ class Trainer:
             self.evaluate()
         self._checkpoint_when_due()
 
-    def _collect_drafts(self, *, wait: bool = False) -> None:
+    def _collect_drafts(self, *, wait: bool = False, retry: bool = True) -> None:
         for number, draft in enumerate(self.drafts):
             if draft is None or not (wait or draft.done.done()):
                 continue
@@ -166,7 +171,10 @@ class Trainer:
                 self.drafts[number] = None
                 self.give_up(f"fragment {number} could not be sent: {error.message}", {number})
             except OSError as error:
-                self._retry(number, draft, error)
+                if retry:
+                    self._retry(number, draft, error)
+                else:
+                    self.drafts[number] = None
 
     def _retry(self, number: int, draft: Draft, error: OSError) -> None:
         """A disk that is full may have room later; until then the frame does not exist."""
@@ -282,7 +290,9 @@ class Trainer:
     def give_up(self, why: str, unfit: set[int]) -> None:
         """Goes back to the published weights where ours are unfit, with a fresh optimiser."""
         self.meter.bad = 0
-        self._collect_drafts(wait=True)
+        # What could not be written is not tried again: it is refused here, and a frame of it
+        # that became durable later would be merged all the same.
+        self._collect_drafts(wait=True, retry=False)
         for number in range(self.sync.fragments):
             if number in unfit or not self.own.is_finite(number):
                 self.own.refuse(number)

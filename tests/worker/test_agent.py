@@ -192,3 +192,17 @@ def test_a_trainer_does_not_outlive_an_agent_that_was_killed(tmp_path):
 def test_no_part_of_an_agent_loads_jax():
     probe = "import sys, diloco_cli.worker.agent; print(*{'jax', 'flax'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", probe], text=True).split() == []
+
+
+def test_a_trainer_with_long_last_words_is_started_again(agent, counter):
+    agent(first="sys.stderr.write('error: ' + 'x' * 5000); sys.exit(1)")
+    counter.wait_for(lambda: restarts(counter) >= 1)
+
+
+def test_waiting_for_images_costs_nothing(agent, counter, monkeypatch):
+    turns = []
+    pause = Agent._pause
+    monkeypatch.setattr(Agent, "_pause", lambda self, s: (turns.append(s), pause(self, s)))
+    running = agent()
+    counter.wait_for(lambda: running.agent.trainer is not None)
+    assert all(seconds > 0 for seconds in turns)

@@ -166,7 +166,8 @@ def test_a_writer_killed_at_any_moment_leaves_whole_files(mailbox):
         writer.wait()
         writer.stdout.close()
         look_at_everything(mailbox)
-    mailbox.prepare()
+    mailbox.clear_agent_drafts()
+    mailbox.clear_trainer_drafts()
     assert not [path for path in Path(mailbox.folder).rglob("*") if "draft" in path.name]
 
 
@@ -175,3 +176,22 @@ def look_at_everything(mailbox):
     assert frame is not None and frame.values()[0] == frame.header.clock
     assert image is not None and vector_digest(image.weights) == image.published
     assert progress is not None and len(progress["filler"]) == 5000
+
+
+def test_half_a_checkpoint_of_a_killed_trainer_does_not_stay_for_ever(mailbox):
+    # safetensors writes into a file of its own naming and renames it to our draft.
+    left = [mailbox.folder / name for name in (".tmpA1b2C3", "checkpoint.draft")]
+    for path in left:
+        path.write_bytes(b"half")
+    mailbox.checkpoint.write_bytes(b"whole")
+    mailbox.clear_agent_drafts()
+    assert all(path.exists() for path in left)  # Its writer may still be alive.
+    mailbox.clear_trainer_drafts()
+    assert not any(path.exists() for path in left) and mailbox.checkpoint.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence_and_exit_code_5(mailbox):
+    (mailbox.folder / "lock").mkdir()
+    with pytest.raises(StoreError, match="lock cannot be written: Is a directory") as found:
+        mailbox.locked().__enter__()
+    assert found.value.exit_code == 5 and "--dir" in str(found.value.hint)

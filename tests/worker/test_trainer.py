@@ -248,6 +248,23 @@ def test_a_full_disk_delays_a_post_and_loses_nothing(play, monkeypatch):
     assert len(tries) == 3 and stage.frame(0).header.steps == 2 and honest(trainer)
 
 
+def test_work_given_up_while_the_disk_was_full_is_not_posted_afterwards(play, monkeypatch):
+    stage, trainer = play()
+    steps(trainer, 2)
+    tries = []
+
+    def full(fragment, frame):
+        tries.append(fragment)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer.desk.mailbox, "post", full)
+    stage.tell({0: 0})
+    until(trainer, lambda: bool(tries))
+    trainer.give_up("a test", {0, 1})
+    assert trainer.drafts == [None, None] and trainer.own.books[0].flight is None
+    assert trainer.own.books[0].totals.refused == 2 * TOKENS and honest(trainer)
+
+
 # Waiting and ending
 
 
@@ -321,6 +338,20 @@ def test_held_out_loss_is_of_the_published_weights_not_of_ours(play):
     steps(trainer, 5)
     trainer.evaluate()
     assert trainer.reporter.heldout["loss"] == first
+
+
+def test_a_held_out_loss_that_is_no_number_is_not_reported_and_not_measured_again(
+    play, monkeypatch
+):
+    stage, trainer = play()
+    steps(trainer, 1)
+    monkeypatch.setattr(
+        "diloco_cli.worker.reporter.place",
+        lambda weights: {name: values * np.nan for name, values in weights.items()},
+    )
+    trainer.evaluate()
+    assert (stage.mailbox.progress() or {})["heldout"] is None
+    assert not trainer.reporter.evaluation_is_due(trainer.own)
 
 
 def test_a_region_told_to_be_slow_rests_between_its_steps(play):
