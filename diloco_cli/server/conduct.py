@@ -75,12 +75,16 @@ class Conductor:
         wakes += self._leave(now)
         return min((wake for wake in wakes if wake > now), default=None)
 
-    def stop(self, why: str) -> None:
-        """Begins a graceful stop: regions are told, open rounds stay open for the next start."""
+    def stop(self, why: str, *, everyone: bool = True) -> None:
+        """Begins a graceful stop; open rounds stay open for the next start.
+
+        Of the whole run, whose regions are told and waited for, or only of this server.
+        """
         state = self.state
         if not state.stopping:
             state.stopping, self._stop_at = why, state.clock()
             state.note("run-stopped", why=why)
+        state.everyone = state.everyone or everyone
         state.announce()
         state.wake.set()
 
@@ -193,7 +197,9 @@ class Conductor:
             lambda: next_version(recipe, store, old, about, receipts, drain=slot.drain)
         )
         if isinstance(result, Spoiled):
-            self._drop(fragment, result)
+            dropped = self._drop(fragment, result)
+            await state.commit.durable()
+            await self._in_thread(lambda: store.drop_payloads(dropped))
             return
         version, delta = result
         digest = await self._in_thread(
@@ -220,16 +226,20 @@ class Conductor:
         await self._in_thread(lambda: store.drop_payloads(r.digest for r in receipts))
         await self._in_thread(lambda: store.prune(fragment, version.number))
 
-    def _drop(self, fragment: int, spoiled: Spoiled) -> None:
+    def _drop(self, fragment: int, spoiled: Spoiled) -> list[str]:
+        """Takes members out of a round; says whose payloads nobody needs any more."""
         state, slot = self.state, self.state.ledger.slots[fragment]
+        dropped = []
         for region in spoiled.regions:
             receipt = slot.closing[region]
+            dropped.append(receipt.digest)
             fate, why = spoiled.fate, spoiled.why
             state.record("dropped", fragment=fragment, region=region, fate=fate, why=why)
             what = {"region": region, "fragment": fragment, "version": slot.version}
             state.note(fate, **what, base=receipt.base, clock=receipt.clock, why=why)
             state.presences.undrain(region)
         state.wake.set()
+        return dropped
 
     def _note_published(self, fragment: int, version: Version, size: int, seconds: Seconds) -> None:
         tokens = self.state.ledger.applied(self.state.recipe.sizes)
@@ -275,7 +285,8 @@ class Conductor:
             here = state.presences.here(now=now)
             limits.append(state.finished_at + (PATIENCE if here else 1) * lease)
         if state.stopping:
-            limits.append(self._stop_at + lease if state.presences.here(now=now) else now)
+            waits = state.everyone and state.presences.here(now=now)
+            limits.append(self._stop_at + lease if waits else now)
         if any(now >= limit for limit in limits) and not self._merges:
             self.done.set()
         return limits

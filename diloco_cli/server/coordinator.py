@@ -93,7 +93,7 @@ class Coordinator(Conductor):
             fates=fates,
             end=bool(ledger.end),
             finished=bool(ledger.finished),
-            stop=bool(state.stopping),
+            stop=bool(state.stopping) and state.everyone,
             evaluate=region == self.evaluator(),
             lease_seconds=state.spec.server.lease,
         )

@@ -114,6 +114,12 @@ class Listener(Server):
         # It closes the socket in the end, so the socket is no longer ours.
         self._ssp, self._shd = None, holder(self._taken.detach(), False, BACKLOG)
 
+    @property
+    def serving(self) -> asyncio.Task[None]:
+        """Ends when nothing is listened to any more."""
+        assert self._serving is not None
+        return self._serving
+
     async def start(self) -> None:
         """Returns once requests are answered."""
         self._serving = asyncio.create_task(self.serve())

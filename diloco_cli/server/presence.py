@@ -55,7 +55,9 @@ class Presences:
 
     def lease_left(self, region: str, *, now: Seconds) -> Seconds:
         presence = self.all.get(region)
-        return max(0.0, presence.seen + self.lease - now) if presence else 0.0
+        if presence is None or (presence.said and presence.said.stopping):
+            return 0.0  # Whoever said goodbye makes room at once.
+        return max(0.0, presence.seen + self.lease - now)
 
     def here(self, *, now: Seconds) -> set[str]:
         """Regions with a lease that do not say they are leaving."""

@@ -72,7 +72,7 @@ async def _serve(
         conducting = asyncio.create_task(coordinator.run())
         coordinator.state.store.announce(url)
         _greet(coordinator, url, time.monotonic() - began)
-        await coordinator.done.wait()
+        await _until_done(coordinator, listener)
         return await _farewell(coordinator, app, folder)
     finally:
         coordinator.state.close()
@@ -80,6 +80,15 @@ async def _serve(
         if conducting:
             await conducting
         coordinator.state.store.close()
+
+
+async def _until_done(coordinator: Coordinator, listener: Listener) -> None:
+    """Waits for the end; a listener that ends before it would leave a server nobody hears."""
+    done = asyncio.create_task(coordinator.done.wait())
+    await asyncio.wait({done, listener.serving}, return_when=asyncio.FIRST_COMPLETED)
+    if not done.done():
+        done.cancel()
+        coordinator.state.fail(RunFailed("The listener ended by itself."))
 
 
 async def _farewell(coordinator: Coordinator, app: Guarded, folder: Path) -> int:
@@ -134,7 +143,8 @@ def _watch_signals(coordinator: Coordinator) -> None:
             os._exit(128 + number)
         heard.append(number)
         say(f"{number.name}: stopping; once more to stop at once")
-        coordinator.stop(f"{number.name} received")
+        # Regions are not told to stop: they train on and find the next server here.
+        coordinator.stop(f"{number.name} received", everyone=False)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, hear, number)

@@ -63,6 +63,8 @@ class State:
         self.moved_at = now
         """When work was last accepted or published."""
         self.stopping = ""
+        self.everyone = False
+        """Regions are to stop as well; otherwise only this server does."""
         self.trouble = ""
         """What keeps the rounds from going on, in words."""
         self.failure: BaseException | None = None

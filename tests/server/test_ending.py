@@ -212,6 +212,26 @@ async def test_a_stop_tells_the_regions_and_can_be_taken_up_again(tmp_path):
 
 
 @in_a_loop
+async def test_a_server_that_stops_alone_lets_its_regions_train_on(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    bench.server.stop("a test", everyone=False)
+    assert not bench.server.news("iowa").stop and bench.state.word == "stopped"
+    bench.server.tick()
+    assert bench.server.done.is_set()
+
+
+@in_a_loop
+async def test_a_region_that_said_goodbye_makes_room_at_once(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    left = bench.state.presences.lease_left
+    assert left("paris", now=bench.clock.now) > 0
+    await bench.beat("paris", stopping=True)
+    assert left("paris", now=bench.clock.now) == 0
+
+
+@in_a_loop
 async def test_a_stop_waits_one_lease_for_regions_that_do_not_answer(tmp_path):
     bench = Bench(tmp_path)
     await bench.join()
