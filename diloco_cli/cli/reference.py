@@ -55,9 +55,9 @@ EVENTS = """\
 its own lines; nothing is ever rebuilt from them.\
 """
 SIGNALS = {
-    0: "Done.",
-    130: "Ended by SIGINT (Ctrl-C).",
-    143: "Ended by SIGTERM.",
+    0: "Done; also `serve` and `work` that were told to stop and left in good order.",
+    130: "`diloco run`, or anything that was asked twice: ended by SIGINT (Ctrl-C).",
+    143: "`diloco run`, or anything that was asked twice: ended by SIGTERM.",
 }
 
 

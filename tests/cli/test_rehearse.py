@@ -2,10 +2,14 @@
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from diloco_cli.cli.app import app
+from diloco_cli.cli.author import Format
+from diloco_cli.cli.rehearse import show
 
+KEYS = {"name", "value", "unit", "reference", "ratio", "goal", "met"}
 FIGURE = {
     "name": "inner",
     "value": 7600.0,
@@ -17,25 +21,44 @@ FIGURE = {
 }
 
 
-def bench(monkeypatch, *options):
-    asked = {}
-
-    def measured(**how):
-        asked.update(how)
-        return [FIGURE]
-
-    monkeypatch.setattr("diloco_cli.cli.measure.inner_figures", measured)
-    result = CliRunner().invoke(app, ["bench", "inner", *options])
+def figures(*arguments: str) -> list[dict]:
+    result = CliRunner().invoke(app, ["bench", *arguments, "--format", "json"])
     assert result.exit_code == 0, result.output
-    return result.stdout, asked
+    return json.loads(result.stdout)["figures"]
 
 
-def test_json_is_one_document_with_the_figures(monkeypatch):
-    printed, _ = bench(monkeypatch, "--format", "json")
-    assert json.loads(printed) == {"figures": [FIGURE]}
+def test_the_light_commands_are_started_for_real():
+    found = figures("start", "--times", "1")
+    assert [figure["name"] for figure in found] == ["diloco --help", "diloco validate"]
+    for figure in found:
+        assert set(figure) >= KEYS
+        assert figure["value"] > figure["reference"] > 0
+        assert figure["met"] == (figure["value"] <= figure["goal"])
 
 
-def test_people_get_a_table_that_says_whether_the_goal_was_met(monkeypatch):
-    printed, asked = bench(monkeypatch, "--windows", "3", "--seconds", "2")
-    assert "0.950" in printed and "met" in printed
-    assert asked == {"windows": 3, "seconds": 2.0}
+def test_json_is_one_document_with_the_figures(capsys):
+    show([FIGURE], Format.json)
+    assert json.loads(capsys.readouterr().out) == {"figures": [FIGURE]}
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({}, ["7,600", "8,000", "0.95", "≥ 0.93", "met"]),
+        ({"ratio": 0.9, "met": False}, ["0.9", "missed"]),
+        ({"value": 0.31, "goal": 0.4, "better": "lower"}, ["0.31", "≤ 0.4"]),
+    ],
+)
+def test_people_get_a_table_that_says_whether_the_goal_was_met(capsys, change, said):
+    show([{**FIGURE, **change}], Format.text)
+    printed = capsys.readouterr().out
+    assert all(words in printed for words in said)
+
+
+@pytest.mark.live
+def test_a_worker_is_measured_beside_a_bare_loop():
+    (figure,) = figures("inner", "--windows", "1", "--seconds", "2")
+    assert set(figure) >= KEYS and figure["unit"] == "tokens/s"
+    assert figure["value"] > 0 and figure["ratio"] == pytest.approx(
+        figure["value"] / figure["reference"], rel=0.01
+    )
