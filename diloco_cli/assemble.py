@@ -46,6 +46,8 @@ SEAMS: dict[str, Registry[Any]] = {
 }
 """What can be chosen by `kind`, under the names `diloco explain` knows."""
 
+MOST_PARAMETERS, MOST_LAYERS = 2**41, 10_000
+
 SHARED = ("spec", "name", "seed", "budget", "model", "sync", "merge", "outer", "wire")
 """What every process of a run must agree on; data, inner steps and devices are a region's own."""
 
@@ -145,6 +147,18 @@ def _misnamed(path: Path, error: RegistryError) -> Fault:
 
 def _layout_faults(spec: RunSpec, model: Model | None) -> Iterator[Fault]:
     if model is None:
+        return
+    # Before its tensors are listed: a list of billions is itself too long.
+    if (layers := getattr(model, "layers", None) or 0) > MOST_LAYERS:
+        said = f"is {layers:,}, more than the {MOST_LAYERS:,} that can be trained"
+        yield Fault(("model", "layers"), said, "Are there too many zeros?")
+        return
+    if (size := sum(tensor.size for tensor in model.tensors())) > MOST_PARAMETERS:
+        yield Fault(
+            ("model",),
+            f"has {size:,} parameters, more than the {MOST_PARAMETERS:,} that can be exchanged",
+            "Lower its width, layers or vocabulary.",
+        )
         return
     try:
         cut(model.tensors(), spec.sync.fragments)

@@ -55,6 +55,18 @@ def test_a_wrong_choice_is_located_at_its_key(override: str, key: str):
     assert (found.key, found.file) == (key, f"--set {override}")
 
 
+@pytest.mark.parametrize(
+    "override, key",
+    [
+        ("model={kind: decoder, width: 100_000_000, heads: 1, layers: 2}", "model"),
+        ("model={kind: decoder, layers: 1_000_000_000}", "model.layers"),
+    ],
+)
+def test_a_model_that_no_machine_can_hold_is_refused(override: str, key: str):
+    (found,) = problems(override)
+    assert found.key == key and "more than the" in found.message
+
+
 def test_more_fragments_than_the_model_has_rows_are_refused():
     (found,) = problems("sync={fragments: 5000, every: 5000}", "budget.tokens=1e9")
     assert found.key == "sync.fragments"

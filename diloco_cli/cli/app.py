@@ -1,7 +1,7 @@
 """The `diloco` command: global options, and the one place where errors become text.
 
     0 done · 1 failed · 2 spec or usage · 3 untrusted bytes · 4 unreachable ·
-    5 damaged state · 6 quorum lost · 130 SIGINT · 143 SIGTERM
+    5 damaged state · 6 quorum lost · 129 SIGHUP · 130 SIGINT · 143 SIGTERM
 
 Nothing heavy is imported here: `diloco --help` answers at once, and each command
 loads what it needs when it runs.
@@ -88,6 +88,10 @@ def _exit_code(arguments: list[str]) -> int:
         # Whoever read our output has left; Python would complain once more while closing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except MemoryError as error:
+        said = f": {error}" if str(error) else ""
+        _say(f"There is not enough memory for this{said}.".replace("..", "."), _SMALLER)
+        return 1
     except Exception as error:
         if hasattr(error, "format_message"):  # Raised by the option parser.
             return _usage(error)
@@ -95,6 +99,9 @@ def _exit_code(arguments: list[str]) -> int:
             raise
         _say(f"Unexpected {type(error).__name__}: {error}", _keep_traceback())
         return 1
+
+
+_SMALLER = "Choose a smaller model or batch, or a machine with more memory."
 
 
 def _usage(error: Any) -> int:

@@ -17,6 +17,7 @@ from diloco_cli.cli.folder import (
     cannot_write,
     held,
     last_summary,
+    refuse_foreign,
     runner_of,
     set_aside,
 )
@@ -32,7 +33,7 @@ from diloco_cli.launch.local import (
     serve_role,
     work_role,
 )
-from diloco_cli.observe.terminal import Progress, summary_view, to_stdout
+from diloco_cli.observe.terminal import Progress, display, summary_view
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 
@@ -61,6 +62,7 @@ class Asked:
 def run(spec: RunSpec, asked: Asked) -> int:
     """Runs to the end on this terminal and says the exit code."""
     goal = parse_goal(asked.until)
+    refuse_foreign(asked.folder)
     _make_room(asked)
     folder = asked.folder
     with held(folder):
@@ -94,6 +96,7 @@ def run(spec: RunSpec, asked: Asked) -> int:
 def detach(spec: RunSpec, asked: Asked) -> int:
     """Starts the same command in the background, and stays until it is seen to run."""
     parse_goal(asked.until)
+    refuse_foreign(asked.folder)
     _make_room(asked)
     folder = asked.folder
     if pid := runner_of(folder):
@@ -151,7 +154,7 @@ def _last_words(folder: Path, summary: Mapping[str, Any]) -> None:
     if not summary:
         typer.echo(f"nothing is known yet; {folder / 'logs'} has the logs", err=True)
         return
-    to_stdout().print(summary_view(summary))
+    display(summary_view(summary))
     typer.echo("\nwhere to look next:", err=True)
     typer.echo(f"  {folder / 'summary.json'}   these figures, for programs", err=True)
     typer.echo(f"  {folder / 'logs'}   what each process said", err=True)

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.errors import LinkError, SpecError, StoreError
 
 RUNS = Path("runs")
 RESOLVED = "spec.resolved.yaml"
+EARLY = ("run.lock", "lost+found")
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,38 @@ def is_free(lock: Path) -> bool:
         os.close(handle)
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Raises unless a run may live here: no folder yet, an empty one, or that of a run."""
+    if folder.exists() and not folder.is_dir():
+        raise SpecError(f"{folder} is a file, not a folder.", hint="Choose another --dir.")
+    if not folder.is_dir() or _holds_a_run(folder):
+        return
+    found = sorted(path.name for path in folder.iterdir())
+    # A start that was killed early leaves no more than these; a disk's own folder is nobody's.
+    others = [name for name in found if name not in EARLY and not name.startswith(RESOLVED)]
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise SpecError(
+            f"{folder} is not a run folder: it holds {', '.join(others[:3])}{more}, and no "
+            f"{RESOLVED}.",
+            hint="Choose another --dir: an empty folder, or one that does not exist yet.",
+        )
+
+
+def refuse_served(folder: Path) -> None:
+    """Raises when a server has this folder: a second one is a mistake of whoever starts it."""
+    lock = folder / "server" / "lock"
+    if not is_free(lock):
+        holder = lock.read_text(errors="replace").strip() or "unknown"
+        raise SpecError(
+            f"{folder / 'server'} is in use by another server (process {holder}).",
+            hint="Stop that one with `diloco stop`, or use another folder with --dir.",
+        )
+
+
 def set_aside(folder: Path) -> Path | None:
-    """Moves an old run out of the way, to FOLDER.old-N; None when there is nothing."""
-    if not folder.exists():
+    """Moves an old run out of the way, to FOLDER.old-N; None when there is none."""
+    if not _holds_a_run(folder):
         return None
     with held(folder):
         number = 1
@@ -142,6 +172,18 @@ def set_aside(folder: Path) -> Path | None:
             number += 1
         folder.rename(aside)
     return aside
+
+
+def is_a_regions(folder: Path) -> bool:
+    """Says whether only regions live here, as on a host that trains for a server elsewhere."""
+    return (folder / "regions").is_dir() and not (folder / "server").is_dir()
+
+
+def server_elsewhere(folder: Path, command: str) -> LinkError:
+    return LinkError(
+        f"{folder} has only regions; its server runs on another host.",
+        hint=f"Name the server: `diloco {command} URL`, or set DILOCO_SERVER to its URL.",
+    )
 
 
 def cannot_write(path: Path, error: OSError) -> StoreError:

@@ -26,7 +26,8 @@ class Goal:
         return max(steps, default=0) >= self.amount
 
     def __str__(self) -> str:
-        return f"{self.kind}={self.amount:g}"
+        amount = f"{self.amount:g}" if self.kind == "minutes" else f"{int(self.amount):_}"
+        return f"{self.kind}={amount}"
 
 
 def parse_goal(text: str | None) -> Goal | None:
@@ -35,12 +36,14 @@ def parse_goal(text: str | None) -> Goal | None:
         return None
     kind, _, number = text.partition("=")
     try:
-        amount = float(number.replace("_", ""))
+        # Half a token or half a step is never reached, only the whole one after it.
+        amount = float(number.replace("_", "")) if kind == "minutes" else int(number)
     except ValueError:
         amount = 0.0
     if kind not in KINDS or not 0 < amount < float("inf"):
         raise SpecError(
             f"--until {text} is not understood.",
-            hint="Write --until tokens=1_000_000, --until steps=500 or --until minutes=10.",
+            hint="Write --until tokens=1_000_000, --until steps=500 (whole numbers) or --until "
+            "minutes=10.",
         )
     return Goal(kind, amount)

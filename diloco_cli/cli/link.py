@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from typing import Any
+from urllib.parse import urlsplit
 
-from diloco_cli.errors import LinkError
+from diloco_cli.errors import LinkError, WireError
 from diloco_cli.net.client import Server
 from diloco_cli.net.transport import Retry, Timeouts
+from diloco_cli.wire import messages
 
 ONCE = Retry(tries=1)
+LONGEST_ABOUT = 1 << 16
 SOON = Timeouts(connect=2.0, answer=5.0)
+HINT = "Is the server running, and is this the URL it printed? A tunnel may be down."
 
 
 class Asking:
@@ -19,7 +25,10 @@ class Asking:
         self._server: Server | None = None
 
     def status(self, url: str) -> dict[str, Any]:
-        return self._ask(url, "status")
+        document = self._ask(url, "status")
+        if "state" not in document:
+            raise _somebody_else(url)
+        return document
 
     def stop(self, url: str) -> None:
         self._ask(url, "stop")
@@ -35,7 +44,44 @@ class Asking:
             self._server = Server(url, retry=ONCE, timeouts=SOON)
         try:
             return getattr(self._server, what)()
-        except LinkError:
+        except LinkError as error:
             # A connection to a server that died is no use to the one that follows it.
             self.close()
+            if "not a diloco server" in error.message or _speaks_of_other_things(url):
+                raise _somebody_else(url) from error
+            # Who asks for the status need not be told to ask for the status.
+            hint = HINT if "diloco status" in (error.hint or "") else error.hint
+            raise LinkError(error.message, hint=hint) from error
+        except WireError as error:
+            if "JSON object" in error.message:
+                raise _somebody_else(url) from error
             raise
+
+
+def _speaks_of_other_things(url: str) -> bool:
+    """Says whether another program's HTTP server has this address.
+
+    Most of those do not know HTTP/2, so to us they look like a connection that broke.
+    """
+    host, port = urlsplit(url).hostname, urlsplit(url).port
+    if not url.startswith("http://") or host is None:
+        return False
+    asked = http.client.HTTPConnection(host, port, timeout=SOON.connect)
+    try:
+        asked.request("GET", messages.RUN)
+        said = json.loads(asked.getresponse().read(LONGEST_ABOUT))
+    except (OSError, http.client.HTTPException):
+        return False
+    except ValueError:
+        return True
+    finally:
+        asked.close()
+    return not isinstance(said, dict) or not {"run", "error"} & set(said)
+
+
+def _somebody_else(url: str) -> LinkError:
+    return LinkError(
+        f"What answers at {url} is not a diloco server.",
+        hint="Compare the URL with the one that `diloco serve` printed; a proxy or another "
+        "program may have its port.",
+    )

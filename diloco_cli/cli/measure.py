@@ -34,6 +34,8 @@ from diloco_cli.spec.schema import RunSpec
 from diloco_cli.worker.mailbox import Mailbox
 
 GOAL = 0.93
+BELIEVABLE = 1.05
+"""A worker does all that the bare loop does; what is faster than this was mismeasured."""
 REGION = "bench"
 START_SECONDS = 120.0
 SETTLE_SECONDS = 1.0
@@ -53,24 +55,35 @@ def inner_figures(*, windows: int, seconds: float) -> list[dict[str, Any]]:
         bare = stack.enter_context(_bare(spec, region_core))
         stack.enter_context(_keep_away(server_cores))
         worker = stack.enter_context(_worker(spec, Path(name), region_core, server_cores))
-        beside, alone = [], []
+        pairs, before = [], bare(seconds)
         for number in range(windows):
-            alone.append(bare(seconds))
-            beside.append(worker(seconds))
-            _say(f"window {number + 1}: {beside[-1]:,.0f} beside {alone[-1]:,.0f} tokens/s")
-    value, reference = statistics.median(beside), statistics.median(alone)
-    ratio = value / reference
-    return [
-        {
-            "name": "inner",
-            "value": value,
-            "unit": "tokens/s",
-            "reference": reference,
-            "ratio": ratio,
-            "goal": GOAL,
-            "met": ratio >= GOAL,
-        }
-    ]
+            beside, after = worker(seconds), bare(seconds)
+            # A machine that slows down or speeds up meanwhile does so for both.
+            pairs.append((beside, (before + after) / 2))
+            before = after
+            _say(f"window {number + 1}: {beside:,.0f} beside {pairs[-1][1]:,.0f} tokens/s")
+    return [figure(pairs)]
+
+
+def figure(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Reports the pair (worker, limit) with the median ratio; refuses one nobody can believe."""
+    ratio = statistics.median_low(value / reference for value, reference in pairs)
+    value, reference = next(pair for pair in pairs if pair[0] / pair[1] == ratio)
+    if ratio > BELIEVABLE:
+        raise RunFailed(
+            f"The worker seems {ratio:.2f} times as fast as the bare loop that it contains "
+            f"({value:,.0f} and {reference:,.0f} tokens/s), so the two are not comparable.",
+            hint="Measure again on a machine that does nothing else, with more --windows.",
+        )
+    return {
+        "name": "inner",
+        "value": value,
+        "unit": "tokens/s",
+        "reference": reference,
+        "ratio": ratio,
+        "goal": GOAL,
+        "met": ratio >= GOAL,
+    }
 
 
 def _spec() -> RunSpec:
@@ -143,11 +156,10 @@ def _bare(spec: RunSpec, cores: set[int]) -> Iterator[Callable[[float], float]]:
 
 def _loop(pipe: Connection, spec: RunSpec, cores: list[int]) -> None:
     """Repeats the step for as long as asked; never more than one step ahead of the device."""
-    from diloco_cli.worker.step import limit_cores, place, use_compile_cache
-    from diloco_cli.worker.task import prepare
+    from diloco_cli.worker.step import place
+    from diloco_cli.worker.task import prepare, set_up
 
-    limit_cores(cores)
-    use_compile_cache()
+    set_up(cores)  # As a trainer does: otherwise the limit is not one.
     task = prepare(spec, REGION)
     params, cursor = place(task.model.init(spec.seed)), task.stream.start()
     state = task.step.init_state(params)

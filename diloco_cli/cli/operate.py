@@ -53,8 +53,9 @@ def run(
         ),
     ] = None,
     regions: Annotated[
-        str, typer.Option(metavar="A,B", help="Start only these here; others may join.")
-    ] = "",
+        str | None,
+        typer.Option(metavar="A,B", help="Start only these here; others may join."),
+    ] = None,
 ) -> None:
     """Run server and workers on this machine.
 
@@ -84,12 +85,15 @@ def serve(
 ) -> None:
     """Run the aggregation server on this host."""
     from diloco_cli.assemble import resolve, shared_digest, shared_settings
+    from diloco_cli.cli.folder import refuse_foreign, refuse_served
     from diloco_cli.server.recipe import Recipe
     from diloco_cli.server.serve import serve as serve_run
     from diloco_cli.spec.resolved import write_resolved
 
     spec = _load(spec_file, overrides)
     home = folder or _home(spec)
+    refuse_foreign(home)
+    refuse_served(home)
     write_resolved(spec, home)
     parts = resolve(spec)
     recipe = Recipe(
@@ -123,11 +127,13 @@ def work(
 ) -> None:
     """Train one region on this host."""
     from diloco_cli.assemble import resolve, shared_digest, shared_settings
+    from diloco_cli.cli.folder import refuse_foreign
     from diloco_cli.worker import agent
 
     spec = _load(spec_file, overrides)
     name = _one_region(spec, region)
     home = folder or _home(spec)
+    refuse_foreign(home)
     url = _server_of(server, home)
     terms = agent.Terms(shared_settings(spec), shared_digest(spec), resolve(spec).layout.digest)
     code = agent.work(
@@ -167,10 +173,18 @@ def _home(spec: RunSpec) -> Path:
     return RUNS / spec.name
 
 
-def _regions(spec: RunSpec, asked: str) -> tuple[str, ...]:
+def _regions(spec: RunSpec, asked: str | None) -> tuple[str, ...]:
+    from diloco_cli.errors import SpecError
+
+    known = [region.name for region in spec.regions]
+    if asked is None:
+        return tuple(known)
     names = [name.strip() for name in asked.split(",") if name.strip()]
     if not names:
-        return tuple(region.name for region in spec.regions)
+        raise SpecError(
+            f"--regions {asked!r} names no region.",
+            hint=f"The regions of {spec.name} are: {', '.join(known)}. Leave it out for all.",
+        )
     return tuple(dict.fromkeys(_one_region(spec, name) for name in names))
 
 

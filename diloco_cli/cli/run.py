@@ -106,6 +106,8 @@ class LocalRun:
         self._log = EventLog(plan.folder / "events.jsonl", "run")
         self._began = time.monotonic()
         self._empty_since: float | None = None
+        self._why = ""
+        """Why the run was stopped, where we know better than its server."""
 
     def conduct(self) -> int:
         """Runs to the end and says the exit code; raises what made it impossible."""
@@ -116,9 +118,13 @@ class LocalRun:
                 return self._watch(signals)
             except OSError as error:
                 raise cannot_write(self.plan.folder, error) from error
+            except DilocoError as error:
+                self._why = _first_line(error.message)
+                raise
             finally:
                 self._leave_nobody(signals)
                 self._log.close()
+                self._sum_up()
 
     # -- start ------------------------------------------------------------------------
 
@@ -181,6 +187,7 @@ class LocalRun:
             for change in self._tend():
                 self._tell(change)
             if signals.count:
+                self._why = f"{signals.name} received"
                 self._wind_down(signals, "stopping; once more kills at once")
                 return signals.exit_code
             fresh = self._ask()
@@ -192,7 +199,8 @@ class LocalRun:
             if self._all_over(fresh):
                 return 0
             if self.plan.goal and self._goal_reached(self.plan.goal):
-                self._wind_down(signals, f"{self.plan.goal} reached, stopping")
+                self._why = f"reached --until {self.plan.goal}"
+                self._wind_down(signals, f"{self._why}; stopping")
                 return signals.exit_code if signals.count else 0
             signals.pause(self._poll)
 
@@ -255,7 +263,16 @@ class LocalRun:
             self.status = self._link.status(self._url)
         except (LinkError, WireError):
             return None
+        for region in self.status.get("regions") or []:
+            if failed := self._failed.get(region.get("name")):
+                region["failed"] = failed
         return self.status
+
+    @property
+    def _failed(self) -> dict[str, str]:
+        """Regions whose worker is not started again, each with its last words."""
+        gone = {name: keeper for name, keeper in self._workers.items() if keeper.state == "gone"}
+        return {name: _first_line(keeper.why) for name, keeper in gone.items()}
 
     def _tell(self, change: Change) -> None:
         server = change.name == "server"
@@ -272,7 +289,7 @@ class LocalRun:
             self._log.note("worker-gone", **region, **facts)
             self.progress.say(f"{change.name} cannot go on: {change.why}")
         elif change.what == "left" and not server and self._state() == "training":
-            self.progress.say(f"{change.name} has left")
+            self.progress.say(f"the worker of {change.name} has ended")
 
     # -- end --------------------------------------------------------------------------
 
@@ -311,16 +328,33 @@ class LocalRun:
             self._launcher.stop(handles, grace=grace, hurry=lambda: signals.impatient)
 
     def summary(self) -> dict[str, Any]:
-        """Reads what the server wrote, or writes down what is known without it."""
-        found = last_summary(self.plan.folder)
-        if not found and self.status:
-            state = self.status.get("state")
-            found = {key: self.status.get(key) for key in _SUMMARY}
-            found["state"] = state if state in ENDED else "stopped"
-            found["wall_seconds"] = round(time.monotonic() - self._began, 1)
+        """What the run came to; empty if it never came to anything."""
+        return last_summary(self.plan.folder)
+
+    def _sum_up(self) -> None:
+        """Adds to the server's summary what only we know, or writes down what is known."""
+        before = last_summary(self.plan.folder)
+        found = before or self._without_summary()
+        if found.get("state") == "stopped" and self._why:
+            found = {**found, "why": self._why, "regions_go_on": False}
+        regions = dict(found.get("regions") or {})
+        for name, failed in self._failed.items():
+            regions[name] = {**regions.get(name, {}), "failed": failed}
+        if found and regions:
+            found = {**found, "regions": regions}
+        if found != before:
             with contextlib.suppress(OSError):
                 write_json(self.plan.folder / "summary.json", found)
-        return found
+
+    def _without_summary(self) -> dict[str, Any]:
+        if not self.status:
+            return {"state": "stopped", "why": self._why} if self._why else {}
+        state = self.status.get("state")
+        return {
+            **{key: self.status.get(key) for key in _SUMMARY},
+            "state": state if state in ENDED else "stopped",
+            "wall_seconds": round(time.monotonic() - self._began, 1),
+        }
 
 
 _SUMMARY = ("run", "name", "tokens", "loss", "outer_steps", "wire", "goodput")

@@ -41,6 +41,10 @@ class Signals:
         return self.count > 1
 
     @property
+    def name(self) -> str:
+        return signal.Signals(self.first).name if self.first else ""
+
+    @property
     def exit_code(self) -> int:
         return 128 + (self.first or 0)
 

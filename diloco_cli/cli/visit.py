@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from diloco_cli.cli.author import Format, OutputFormat
 
 if TYPE_CHECKING:
     from diloco_cli.cli.folder import Target
+    from diloco_cli.cli.link import Asking
 
 TargetArgument = Annotated[
     str | None,
@@ -70,7 +72,7 @@ def stop(
 
     Regions checkpoint and leave, then the server; `diloco run` goes on from there.
     """
-    from diloco_cli.cli.folder import find, runner_of
+    from diloco_cli.cli.folder import find, is_a_regions, runner_of, server_elsewhere
     from diloco_cli.cli.link import Asking
     from diloco_cli.errors import LinkError
 
@@ -83,6 +85,8 @@ def stop(
     except LinkError:
         if runner is None and found.folder is None:
             raise
+        if runner is None and found.folder and is_a_regions(found.folder):
+            raise server_elsewhere(found.folder, "stop") from None
         if runner is None:
             typer.echo(f"{found} is not running.", err=True)
             return
@@ -108,11 +112,11 @@ def pull(
     They come from the server, or from the folder of a run whose server is gone.
     """
     from diloco_cli.cli.folder import find
-    from diloco_cli.errors import LinkError, SpecError
+    from diloco_cli.cli.offline import refuse_unwritable
+    from diloco_cli.errors import LinkError
 
     found = find(target)
-    if not out.parent.is_dir():
-        raise SpecError(f"There is no folder {out.parent} to write {out.name} into.")
+    refuse_unwritable(out)
     metadata = None
     if found.url:
         from diloco_cli.net.client import Server
@@ -134,10 +138,14 @@ def pull(
 
 
 def _asked(found: Target) -> dict[str, Any]:
+    from diloco_cli.cli.folder import is_a_regions, is_free, server_elsewhere
     from diloco_cli.cli.link import Asking
     from diloco_cli.errors import LinkError
 
-    if found.url is None:
+    if found.folder and is_a_regions(found.folder):
+        raise server_elsewhere(found.folder, "status")
+    # A server that was killed leaves its address behind, but not its lock.
+    if found.url is None or (found.folder and is_free(found.folder / "server" / "lock")):
         raise LinkError(f"{found} has no server running.", hint="`diloco run` starts it again.")
     return Asking().status(found.url)
 
@@ -146,52 +154,78 @@ def _print_status(document: dict[str, Any], format: Format) -> None:
     if format is Format.json:
         typer.echo(json.dumps(document, indent=2))
         return
-    from diloco_cli.observe.terminal import status_view, to_stdout
+    from diloco_cli.observe.terminal import display, status_view
 
-    to_stdout().print(status_view(document))
+    display(status_view(document))
 
 
 def _watch(found: Target, format: Format) -> None:
+    """Shows the run until it ends; a server that is away is waited for."""
+    from diloco_cli.cli.folder import last_summary
     from diloco_cli.cli.link import Asking
-    from diloco_cli.observe.terminal import Progress, status_view, to_stdout
+    from diloco_cli.observe.terminal import Progress, to_stdout
 
-    document = _asked(found)
-    asking = Asking()
+    document, asking, since = _asked(found), Asking(), ""
     with Progress(to_stdout()) as progress:
-        while document.get("state") not in ENDED:
+        while not _is_over(document):
+            shown = document
+            if since:
+                why = f"since {since}, trying again; Ctrl-C ends this"
+                shown = {**document, "state": "server away", "why": why, "reachable": False}
             if format is Format.json:
-                typer.echo(json.dumps(document))
+                typer.echo(json.dumps(shown))
             else:
-                progress.show(document)
+                progress.show(shown)
             time.sleep(WATCH_SECONDS)
-            assert found.url is not None
-            document = asking.status(found.url)
-    if format is Format.json:
-        typer.echo(json.dumps(document))
+            fresh = _asked_again(found, asking)
+            since = "" if fresh else since or time.strftime("%H:%M:%S")
+            document = fresh or document
+            if not fresh and found.folder and _is_over(last_summary(found.folder)):
+                break
+    if since and found.folder:
+        _print_summary(last_summary(found.folder), format)
     else:
-        to_stdout().print(status_view(document))
+        _print_status(document, format)
+
+
+def _asked_again(found: Target, asking: Asking) -> dict[str, Any] | None:
+    """Asks wherever the server listens now; None while it does not answer."""
+    from diloco_cli.cli.folder import address_of
+    from diloco_cli.errors import LinkError, WireError
+
+    url = address_of(found.folder).get("url") if found.folder else None
+    try:
+        return asking.status(str(url or found.url))
+    except (LinkError, WireError):
+        return None
+
+
+def _is_over(document: Mapping[str, Any]) -> bool:
+    """Says whether nothing more will come; a server that stopped alone is started again."""
+    return document.get("state") in ENDED and not document.get("regions_go_on")
 
 
 def _print_last_known(found: Target, format: Format, error: Exception) -> None:
     """Says what the folder still knows; a run that has ended needs no server to be known."""
     from diloco_cli.cli.folder import last_summary
-    from diloco_cli.observe.events import read_events
-    from diloco_cli.observe.metrics import last_known
+    from diloco_cli.cli.offline import known_without_server
 
     if found.folder is None:
         raise error
     known = last_summary(found.folder)
     ended = known.get("state") in ENDED
-    if not known:
-        known = last_known(read_events(found.folder / "events.jsonl"))
-    if format is Format.json:
-        typer.echo(json.dumps({**known, "reachable": False}, indent=2))
-    else:
-        from diloco_cli.observe.terminal import summary_view, to_stdout
-
-        to_stdout().print(summary_view(known))
+    _print_summary(known or known_without_server(found.folder), format)
     if not ended:
         raise error
+
+
+def _print_summary(known: Mapping[str, Any], format: Format) -> None:
+    if format is Format.json:
+        typer.echo(json.dumps({**known, "reachable": False}, indent=2))
+        return
+    from diloco_cli.observe.terminal import display, summary_view
+
+    display(summary_view(known))
 
 
 def _await_end(found: Target, seconds: float) -> None:

@@ -201,6 +201,15 @@ def _rows(params: Mapping[str, np.ndarray], piece: Piece) -> np.ndarray:
     return rows
 
 
+def piece_of(fragment: Fragment, index: int) -> Piece:
+    """Finds the piece that a value of the fragment's vector belongs to."""
+    if not 0 <= index < fragment.size:
+        raise IndexError(
+            f"fragment {fragment.number} has {fragment.size} values, there is no value {index}"
+        )
+    return next(piece for piece in fragment.pieces if index < piece.span.stop)
+
+
 def spans(size: int) -> Iterator[slice]:
     """Cuts `size` values into chunks, always at the same places."""
     for start in range(0, size, CHUNK):

@@ -155,22 +155,33 @@ class Radial:
 
 
 def _radial(sums: RadialSums, piece: Piece, mean_length: float) -> tuple[np.ndarray, float]:
-    """Picks the direction of the merged piece and the factor that gives it its length.
-
-    Where directions cancel, what is left of them is noise, and full length along noise
-    is harmful. So the result is at most 2√members times as long as the weighted mean
-    (orthogonal members ask for √members), and once the mean direction is shorter than
-    half of what orthogonal members leave, the weighted mean points the way.
-    """
-    most = 2 * math.sqrt(sums.members)
+    """Picks the direction of the merged piece and the factor that gives it its length."""
     straight = norm(sums.total[piece.span])
     agreement = norm(sums.directions[piece.span])
-    length = min(mean_length, most * straight / sums.weight)
+    by_direction, factor = radial_factor(
+        sums.members, sums.weight, mean_length, straight, agreement
+    )
+    return (sums.directions if by_direction else sums.total), factor
+
+
+def radial_factor(
+    members: int, weight: float, mean_length: float, straight: float, agreement: float
+) -> tuple[bool, float]:
+    """Says whether a merged piece is the sum of directions or of deltas, and times what.
+
+    `straight` and `agreement` are the lengths of Σ weight · delta and of Σ weight ·
+    direction. Where directions cancel, what is left of them is noise, and full length
+    along noise is harmful. So the result is at most 2√members times as long as the
+    weighted mean (orthogonal members ask for √members), and once the mean direction is
+    shorter than half of what orthogonal members leave, the weighted mean points the way.
+    """
+    most = 2 * math.sqrt(members)
+    length = min(mean_length, most * straight / weight)
     if length == 0:
-        return sums.total, 0.0
-    if agreement * most < sums.weight:
-        return sums.total, length / straight
-    return sums.directions, length / agreement
+        return False, 0.0
+    if agreement * most < weight:
+        return False, length / straight
+    return True, length / agreement
 
 
 def _add_scaled(total: np.ndarray, values: np.ndarray, factor: float) -> None:

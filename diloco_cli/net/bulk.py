@@ -1,9 +1,10 @@
 """pyreqwest's HTTP/2 under `httpx.Client`, with its edges filed off.
 
 What differs from the transport as it ships: failures in the middle of a body arrive as
-httpx errors, a time-out is called one, the limit on a request is one deadline, closing
-closes the connection, and the `host` header stays away (HTTP/2 says it in `:authority`;
-some proxies answer 400 to both).
+httpx errors, a time-out is called one, a connection that broke is not called one that
+could not be made, the limit on a request is one deadline, closing closes the connection,
+and the `host` header stays away (HTTP/2 says it in `:authority`; some proxies answer 400
+to both).
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class BulkTransport(SyncHttpxTransport):
         except httpx.ConnectTimeout as error:
             # What ran out may be the deadline of the request; a time-out is all we know.
             raise httpx.ReadTimeout(str(error), request=request) from error
+        except httpx.ConnectError as error:
+            if _was_connected(error):
+                raise httpx.WriteError(str(error), request=request) from error
+            raise
         except httpx.DecodingError as error:
             raise httpx.ReadError(str(error), request=request) from error
         except PyreqwestError as error:
@@ -79,6 +84,12 @@ class _Stream(httpx.SyncByteStream):
 
     def close(self) -> None:
         self._source.close()
+
+
+def _was_connected(error: httpx.ConnectError) -> bool:
+    """Whether it is a connection that broke while a request was sent; the name tells nothing."""
+    details = getattr(error.__cause__, "details", None) or {}
+    return any("SendRequest" in str(cause) for cause in details.get("causes", ()))
 
 
 def _translated(error: PyreqwestError, request: httpx.Request) -> httpx.RequestError:

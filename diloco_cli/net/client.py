@@ -7,7 +7,10 @@ A refusal by the server becomes an exception with the server's own words and hin
 the protocol treats as an answer is returned as one: the fate of a contribution is an
 `Answer`, no news within the waiting time is None, and so is a chain the server no longer has.
 
-A `Server` keeps its two connections to itself: use one in each thread.
+Long bodies travel in parts and ranges over several connections and go on where they broke
+off. Control calls have a connection of their own, so that they never wait behind a body.
+
+A `Server` keeps its connections to itself: use one in each thread.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any, TypeVar
 import httpx
 
 from diloco_cli.errors import StoreError, WireError
+from diloco_cli.net.freight import Freight
+from diloco_cli.net.gauge import MOST_LANES, PART_BYTES
 from diloco_cli.net.refusal import (
     Fenced,
     Gone,
@@ -60,7 +65,6 @@ MOST_ANSWER_BYTES = 16 << 20
 """The longest JSON document that is read; a status of thousands of regions is shorter."""
 
 JSON = {"content-type": "application/json"}
-FRAME = {"content-type": "application/octet-stream"}
 
 
 class Server:
@@ -75,19 +79,38 @@ class Server:
         timeouts: Timeouts | None = None,
         retry: Retry | None = None,
         carrier: Carrier = "pyreqwest",
+        part_bytes: int = PART_BYTES,
+        lanes: int = MOST_LANES,
+        rate_limit: float | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        """Opens no connection yet. `run` is the run's id; `run()` learns it when left out."""
+        """Opens no connection yet. `run` is the run's id; `run()` learns it when left out.
+
+        Bodies longer than `part_bytes` travel over up to `lanes` connections. `rate_limit` is
+        the most that uploads may take, in bits a second. `say` is told what is derived from
+        the first measurement of the link.
+        """
         self.timeouts = timeouts or Timeouts()
         self._run_id = run
         self._about: Run | None = None
         options: dict[str, Any] = {"timeouts": self.timeouts, "retry": retry, "stop": stop}
         self._control = Link(url, **options)
-        self._bulk = Link(url, bulk=True, carrier=carrier, **options)
+        self._freight = Freight(
+            url,
+            carrier=carrier,
+            part_bytes=part_bytes,
+            lanes=lanes,
+            rate_limit=rate_limit,
+            say=say,
+            **options,
+        )
+        self.up, self.down = self._freight.up, self._freight.down
+        """What is known about the link in each direction."""
         self.url = self._control.url
 
     def close(self) -> None:
         self._control.close()
-        self._bulk.close()
+        self._freight.close()
 
     def __enter__(self) -> Server:
         return self
@@ -145,7 +168,7 @@ class Server:
 
         Ends with LinkError when the server is silent for longer than `silence` seconds.
         """
-        headers = {**self._headers(), "accept": "text/event-stream"}
+        headers = {**self.headers(), "accept": "text/event-stream"}
         if after:
             headers["last-event-id"] = after
         told: dict[str, str] = {}
@@ -172,33 +195,27 @@ class Server:
         epoch: int,
     ) -> Answer:
         """Hands over a contribution, once however often it is tried, and returns its fate."""
-        size = frame.stat().st_size if isinstance(frame, Path) else len(frame)
-        return self._bulk.call(
-            "PUT",
-            messages.contribution_path(fragment, region, base, clock),
-            self._answer,
-            body=frame,
-            headers={**self._headers(), **FRAME, EPOCH_HEADER: str(epoch)},
-            seconds=self.timeouts.transfer(size),
-            answers=frozenset({409, 422}),
-        )
+        path = messages.contribution_path(fragment, region, base, clock)
+        headers = {**self.headers(), EPOCH_HEADER: str(epoch)}
+        return self._freight.send(path, frame, self.answer, headers=headers)
 
     def whole(self, fragment: int, version: int) -> Frame:
         """Fetches one version of a fragment; raises Gone when the server has dropped it."""
         size = self._size(fragment)
 
-        def receive(data: bytes) -> Frame:
+        def receive(data: memoryview) -> Frame:
             frame = open_frame(data, size=size)
             self._expect(frame, "whole", fragment, version)
             return frame
 
-        return self._fetch(messages.version_path(fragment, version), most_bytes(size), receive)
+        path = messages.version_path(fragment, version)
+        return self.fetch(path, receive, most=most_bytes(size))
 
     def chain(self, fragment: int, version: int, since: int) -> list[Frame] | None:
         """Fetches the deltas that lead from `since` to `version`; None when they are gone."""
         size = self._size(fragment)
 
-        def receive(data: bytes) -> list[Frame]:
+        def receive(data: memoryview) -> list[Frame]:
             frames = read_chain(data, size=size)
             if [frame.header.version for frame in frames] != [*range(since + 1, version + 1)]:
                 raise WireError(
@@ -211,7 +228,7 @@ class Server:
 
         path = messages.version_path(fragment, version, since=since)
         try:
-            return self._fetch(path, (version - since) * most_bytes(size), receive)
+            return self.fetch(path, receive, most=(version - since) * most_bytes(size))
         except Gone:
             return None
 
@@ -230,12 +247,12 @@ class Server:
             return _metadata(draft)
 
         try:
-            metadata = self._bulk.call(
+            metadata = self._freight.lane(0).call(
                 "GET",
                 messages.weights_path(version),
                 receive,
-                headers=self._headers(),
-                seconds=self.timeouts.transfer(size),
+                headers=self.headers(),
+                seconds=self.down.seconds(size),
             )
             draft.replace(out)
             return metadata
@@ -248,7 +265,8 @@ class Server:
 
     # Shared
 
-    def _headers(self) -> dict[str, str]:
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
         run = {RUN_HEADER: self._run_id} if self._run_id else {}
         return {**run, WIRE_HEADER: str(WIRE_VERSION)}
 
@@ -258,7 +276,7 @@ class Server:
             path,
             lambda response: parse(kind, read(self.url, response, MOST_ANSWER_BYTES)),
             body=body.body() if body else None,
-            headers={**self._headers(), **JSON},
+            headers={**self.headers(), **JSON},
         )
 
     def _wait(self, path: str, kind: type[M], wait: float) -> M | None:
@@ -268,7 +286,7 @@ class Server:
 
         # A server that does not know `wait` answers after its own time.
         seconds = max(wait, LONG_POLL_SECONDS) + self.timeouts.answer
-        return self._control.call("GET", path, receive, headers=self._headers(), seconds=seconds)
+        return self._control.call("GET", path, receive, headers=self.headers(), seconds=seconds)
 
     def _document(self, method: str, path: str) -> dict[str, Any]:
         def receive(response: httpx.Response) -> dict[str, Any]:
@@ -278,9 +296,10 @@ class Server:
             except (ValueError, TypeError):
                 raise WireError(f"{self.url}{path} did not answer with a JSON object.") from None
 
-        return self._control.call(method, path, receive, headers=self._headers())
+        return self._control.call(method, path, receive, headers=self.headers())
 
-    def _answer(self, response: httpx.Response) -> Answer:
+    def answer(self, response: httpx.Response) -> Answer:
+        """Reads what became of a contribution."""
         said = read(self.url, response, MOST_ANSWER_BYTES)
         if response.is_success:
             return parse(Answer, said)
@@ -289,15 +308,13 @@ class Server:
             raise refusal(self.url, response.status_code, said)
         return parse(Answer, json.dumps({"why": error.message, **beside}).encode())
 
-    def _fetch(self, path: str, most: int, receive: Callable[[bytes], T]) -> T:
-        """Fetches frames; those that arrive damaged are fetched again."""
-        return self._bulk.call(
-            "GET",
-            path,
-            lambda response: receive(read(self.url, response, most)),
-            headers=self._headers(),
-            seconds=self.timeouts.transfer(most),
-        )
+    def fetch(self, path: str, receive: Callable[[memoryview], T], *, most: int) -> T:
+        """Fetches bytes that never change; what `receive` refuses is fetched again."""
+        return self._freight.fetch(path, receive, most=most, headers=self.headers())
+
+    def lane(self, number: int) -> Link:
+        """One of the connections for bodies."""
+        return self._freight.lane(number)
 
     def _size(self, fragment: int) -> int:
         sizes = (self._about or self.run()).fragments

@@ -26,6 +26,7 @@ from typing import Literal, TypeVar
 import httpx
 
 from diloco_cli.errors import DilocoError, LinkError, SpecError, WireError
+from diloco_cli.net.gauge import Bucket
 from diloco_cli.net.refusal import MOST_REFUSAL_BYTES, read, refusal
 from diloco_cli.wire.messages import parse_error
 
@@ -39,6 +40,9 @@ LATER = frozenset({502, 503, 504, 507})
 UPLOAD_BYTES = 1 << 18
 """One piece of an upload. httpx's own HTTP/2 copies what is left of a piece for every frame
 it sends, so one piece of 32 MB moves at 10 MB/s; in these pieces at several hundred."""
+
+MOST_WHOLE_BYTES = 32 << 20
+"""A file up to this size is read before it is sent, where the transport likes that better."""
 
 STREAM_WINDOW_BYTES = 64 << 20
 CONNECTION_WINDOW_BYTES = 128 << 20
@@ -99,6 +103,12 @@ class Damaged(Exception):
         self.error = error
 
 
+BROKEN = (httpx.RequestError, httpx.StreamError, Later, Damaged)
+"""Failures after which the same call may work."""
+
+Content = bytes | Iterator[bytes] | None
+
+
 class Link:
     """One connection to one server; use one in each thread."""
 
@@ -111,11 +121,16 @@ class Link:
         timeouts: Timeouts | None = None,
         retry: Retry | None = None,
         stop: threading.Event | None = None,
+        bucket: Bucket | None = None,
     ) -> None:
+        """`bucket` limits the rate at which bodies leave."""
         self.url = checked_url(url)
         self.timeouts = timeouts or Timeouts()
         self.retry = retry or Retry()
         self.stop = stop or threading.Event()
+        self._bucket = bucket
+        # It takes a body as it is; in pieces it would ask Python for each of them.
+        self._whole = bulk and carrier == "pyreqwest" and bucket is None
         self._client = make_client(self.url, bulk=bulk, carrier=carrier, timeouts=self.timeouts)
 
     def close(self) -> None:
@@ -131,28 +146,55 @@ class Link:
         headers: dict[str, str] | None = None,
         seconds: float | None = None,
         answers: frozenset[int] = frozenset(),
+        retry: Retry | None = None,
+        enough: Callable[[Exception], bool] = lambda failure: False,
     ) -> T:
         """Makes one call, again while that makes sense; returns what `receive` makes of the answer.
 
         `seconds` is how long one try may take; `answers` are refusals that `receive` wants to
-        see. When `stop` is set, waiting ends and the last failure is raised.
+        see; `enough` names failures that are not to be tried again. When `stop` is set, waiting
+        ends and the last failure is raised.
         """
+        retry = retry or self.retry
         allowed = self.timeouts.answer if seconds is None else seconds
         begun = time.monotonic()
         failures = 0
         while True:
             asked = 0.0
             try:
-                with self._request(method, path, body, headers or {}, allowed) as response:
-                    return self._received(response, receive, answers)
-            except (httpx.RequestError, httpx.StreamError, Later, Damaged) as error:
+                return self.once(
+                    method,
+                    path,
+                    receive,
+                    body=body,
+                    headers=headers,
+                    seconds=allowed,
+                    answers=answers,
+                )
+            except BROKEN as error:
                 failure: Exception = error
                 asked = error.asked if isinstance(error, Later) else 0.0
             failures += 1
-            pause = self.retry.pause(failures, asked=asked, chance=random.random())
-            if failures >= self.retry.tries or self.stop.wait(pause):
+            pause = retry.pause(failures, asked=asked, chance=random.random())
+            if failures >= retry.tries or enough(failure) or self.stop.wait(pause):
                 elapsed = time.monotonic() - begun
                 raise in_words(self.url, failure, allowed, failures, elapsed) from failure
+
+    def once(
+        self,
+        method: str,
+        path: str,
+        receive: Callable[[httpx.Response], T],
+        *,
+        body: bytes | Path | None = None,
+        headers: dict[str, str] | None = None,
+        seconds: float | None = None,
+        answers: frozenset[int] = frozenset(),
+    ) -> T:
+        """Makes one call; what a second try could mend is raised as one of `BROKEN`."""
+        allowed = self.timeouts.answer if seconds is None else seconds
+        with self._request(method, path, body, headers or {}, allowed) as response:
+            return self._received(response, receive, answers)
 
     @contextmanager
     def _request(
@@ -165,12 +207,45 @@ class Link:
     ) -> Iterator[httpx.Response]:
         timeout = httpx.Timeout(allowed, connect=min(allowed, self.timeouts.connect))
         with (
-            _pieces(body) as (pieces, length),
+            self._pieces(body) as (pieces, length),
             self._client.stream(
                 method, path, content=pieces, headers={**headers, **length}, timeout=timeout
             ) as response,
         ):
             yield response
+
+    @contextmanager
+    def _pieces(self, body: bytes | Path | None) -> Iterator[tuple[Content, dict[str, str]]]:
+        """Gives a body as it is best sent, and the header that says its length.
+
+        A file is opened anew for every try, and read to its end even if it is replaced meanwhile.
+        """
+        if body is None:
+            yield None, {}
+        elif isinstance(body, Path):
+            with body.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if self._whole and size <= MOST_WHOLE_BYTES:
+                    yield file.read(), {}
+                else:
+                    pieces = iter(lambda: file.read(self._piece), b"")
+                    yield self._paced(pieces), {"content-length": str(size)}
+        elif self._whole:
+            yield body, {}
+        else:
+            starts = range(0, len(body), self._piece)
+            pieces = (body[start : start + self._piece] for start in starts)
+            yield self._paced(pieces), {"content-length": str(len(body))}
+
+    @property
+    def _piece(self) -> int:
+        return self._bucket.piece if self._bucket else UPLOAD_BYTES
+
+    def _paced(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        for piece in pieces:
+            if self._bucket:
+                self._bucket.take(len(piece))
+            yield piece
 
     def _received(
         self,
@@ -283,21 +358,3 @@ def _later(url: str, response: httpx.Response) -> Later:
     except ValueError:  # A date: more than we need to know.
         asked = 0.0
     return Later(response.status_code, asked, message.rstrip("."), found[0].hint if found else None)
-
-
-@contextmanager
-def _pieces(body: bytes | Path | None) -> Iterator[tuple[Iterator[bytes] | None, dict[str, str]]]:
-    """Gives a body in pieces, and the header that says its length.
-
-    A file is opened anew for every try, and read to its end even if it is replaced meanwhile.
-    """
-    if body is None:
-        yield None, {}
-    elif isinstance(body, Path):
-        with body.open("rb") as file:
-            pieces = iter(lambda: file.read(UPLOAD_BYTES), b"")
-            yield pieces, {"content-length": str(os.fstat(file.fileno()).st_size)}
-    else:
-        starts = range(0, len(body), UPLOAD_BYTES)
-        pieces = (body[start : start + UPLOAD_BYTES] for start in starts)
-        yield pieces, {"content-length": str(len(body))}

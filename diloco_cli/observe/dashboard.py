@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from diloco_cli.observe.metrics import warnings
 from diloco_cli.observe.words import amount, bits, bytes_, loss, percent, seconds, state_of
 
 _STYLE = """
@@ -78,7 +79,8 @@ def _live(status: Status, name: str, state: str) -> str:
 
 
 def _why(status: Status) -> str:
-    return f"<p>{escape(str(status['why']))}</p>" if status.get("why") else ""
+    why = f"<p>{escape(str(status['why']))}</p>" if status.get("why") else ""
+    return why + "".join(f"<p class='no'>! {escape(alarm)}</p>" for alarm in warnings(status))
 
 
 def _facts(status: Status) -> str:
@@ -115,7 +117,7 @@ def _regions(regions: Sequence[Status]) -> str:
 
 def _region(region: Status) -> str:
     word = state_of(region)
-    mood = "yes" if region.get("contributing") else "no" if not region.get("alive") else ""
+    mood = {"contributing": "yes", "done": "yes", "away": "no", "failed": "no"}.get(word, "")
     why = escape(str(region.get("why") or ""))
     cells = (
         amount(region.get("step")),

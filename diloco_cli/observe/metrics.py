@@ -53,6 +53,11 @@ def seconds_left(points: Sequence[tuple[float, float]], budget: float) -> float 
 
 def warnings(status: Status) -> list[str]:
     """Names what a glance at the figures would miss, one sentence each."""
+    trouble = [str(status["trouble"])] if status.get("trouble") else []
+    return trouble + _loneliness(status)
+
+
+def _loneliness(status: Status) -> list[str]:
     regions = status.get("regions") or []
     if status.get("state") != "training" or len(regions) < 2 or not status.get("outer_steps"):
         return []
@@ -72,7 +77,15 @@ def warnings(status: Status) -> list[str]:
 
 def last_known(events: Iterable[Event]) -> dict[str, Any]:
     """Folds the run log into what can still be said when the server does not answer."""
-    known: dict[str, Any] = {"state": "unknown", "outer_steps": 0, "loss": {}, "regions": {}}
+    known: dict[str, Any] = {
+        "state": "unknown",
+        "outer_steps": 0,
+        "tokens": {},
+        "loss": {},
+        "wire": {},
+        "regions": {},
+    }
+    served = 0.0
     states = {
         "server-started": "training",
         "run-ended": "draining",
@@ -85,15 +98,32 @@ def last_known(events: Iterable[Event]) -> dict[str, Any]:
         known["time"] = event.time
         if event.kind in states:
             known["state"] = states[event.kind]
-        if event.kind in presence and "region" in fields:
+        left = known["regions"].get(fields.get("region")) == "left"
+        if event.kind in presence and "region" in fields and not (left and event.kind == "lapsed"):
             known["regions"][fields["region"]] = presence[event.kind]
         if event.kind == "server-started":
             known["url"] = fields.get("url")
-        if event.kind == "published":
-            known["outer_steps"] += 1
-        if event.kind == "evaluated":
-            known["loss"] = {"heldout": fields.get("loss")}
+            # What a crash kept from the log is in the journal, which the server has read.
+            known["outer_steps"] = max(known["outer_steps"], fields.get("recovered") or 0)
+            served = known.get("wall_seconds", 0.0)
+        if event.process == "server":
+            known["wall_seconds"] = round(served + event.seconds, 1)
+        _count(known, event)
     return known
+
+
+def _count(known: dict[str, Any], event: Event) -> None:
+    """Adds an event to the figures that only grow."""
+    fields, wire = event.fields, known["wire"]
+    if event.kind == "published":
+        known["outer_steps"] += 1
+        if fields.get("tokens") is not None:
+            known["tokens"]["applied"] = fields["tokens"]
+    if event.kind == "accepted":
+        wire["bytes_up"] = wire.get("bytes_up", 0) + (fields.get("bytes") or 0)
+    if event.kind == "evaluated" and (loss := fields.get("loss")) is not None:
+        first, best = known["loss"].get("first", loss), known["loss"].get("best", loss)
+        known["loss"] = {"heldout": loss, "first": first, "best": min(best, loss)}
 
 
 _RUN = (

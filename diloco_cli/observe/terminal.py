@@ -7,12 +7,14 @@ what was asked for goes to stdout; NO_COLOR and narrow windows are respected.
 
 from __future__ import annotations
 
+import io
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -33,12 +35,17 @@ Status = Mapping[str, Any]
 
 PLAIN_LINE_SECONDS = 10.0
 RATE_WINDOW_SECONDS = 120.0
+UNLIMITED = 10_000
+"""Columns of a page that has no right edge."""
 
 _COLOURS = {
     "contributing": "green",
     "training": "yellow",
     "idle": "yellow",
     "away": "red",
+    "failed": "red",
+    "left": "yellow",
+    "done": "green",
     "finished": "green",
     "stopped": "yellow",
 }
@@ -50,6 +57,18 @@ def to_people() -> Console:
 
 def to_stdout() -> Console:
     return Console(highlight=False)
+
+
+def display(view: RenderableType, console: Console | None = None) -> None:
+    """Prints a picture: as wide as the window, or for a file or a pipe as wide as it is."""
+    console = console or to_stdout()
+    if console.is_terminal:
+        console.print(view)
+        return
+    wide = Console(file=(drawn := io.StringIO()), width=UNLIMITED, highlight=False)
+    wide.print(view)
+    for line in drawn.getvalue().splitlines():
+        console.file.write(f"{line.rstrip()}\n")
 
 
 def status_view(status: Status, *, left: float | None = None) -> RenderableType:
@@ -75,7 +94,7 @@ def plain_line(status: Status, *, left: float | None = None) -> str:
     ]
     if left is not None:
         parts.append(f"{seconds(left)} left")
-    return " | ".join([*parts, *warnings(status)])
+    return " | ".join([*parts, *(f"! {warning}" for warning in warnings(status))])
 
 
 def summary_view(summary: Mapping[str, Any]) -> RenderableType:
@@ -89,8 +108,9 @@ def summary_view(summary: Mapping[str, Any]) -> RenderableType:
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     tokens, wire = summary.get("tokens") or {}, summary.get("wire") or {}
     fates = [f"{amount(tokens.get(fate))} {fate}" for fate in ("pending", "refused", "discarded")]
+    why = f": {summary['why']}" if summary.get("why") else ""
     return [
-        ("state", str(summary.get("state", "unknown"))),
+        ("state", f"{summary.get('state', 'unknown')}{why}"),
         ("held-out loss", _losses(summary.get("loss") or {})),
         (
             "tokens applied",
@@ -106,7 +126,23 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("goodput", percent(summary.get("goodput"))),
         ("wall time", seconds(summary.get("wall_seconds"))),
+        *((str(name), told) for name, told in _fallen(summary)),
     ]
+
+
+def _fallen(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Says which regions failed for good, and what they gave before."""
+    regions = summary.get("regions") or {}
+    every = regions.items() if isinstance(regions, Mapping) else ()
+    return [
+        (name, f"failed: {_clause(about['failed'])}; it gave {amount(about.get('applied'))} tokens")
+        for name, about in every
+        if isinstance(about, Mapping) and about.get("failed")
+    ]
+
+
+def _clause(sentence: Any) -> str:
+    return str(sentence).removesuffix(".")
 
 
 class Progress:
@@ -142,7 +178,9 @@ class Progress:
         now = self._clock()
         left = self._time_left(status, now)
         if self._live:
-            self._live.update(status_view(status, left=left))
+            # Without the last, empty line the `^C` a terminal echoes would make it one longer
+            # than is wiped away afterwards.
+            self._live.update(Group(status_view(status, left=left), Text()))
             return
         states = _states(status)
         due = self._said_at is None or now - self._said_at >= PLAIN_LINE_SECONDS
@@ -175,15 +213,29 @@ def _headline(status: Status, left: float | None) -> RenderableType:
         title.append(f"  {url}", style="dim")
     if why := status.get("why"):
         title.append(f"\n{why}", style="dim")
-    bar = Table.grid(padding=(0, 1), expand=True)
-    bar.add_column(ratio=1)
-    bar.add_column(no_wrap=True)
     told = f"{amount(tokens.get('applied'))} of {amount(tokens.get('budget'))} tokens"
     if left is not None:
         told += f", {seconds(left)} left"
     done = min(1.0, _share(tokens) or 0.0)
-    bar.add_row(ProgressBar(total=1.0, completed=done), told)
-    return Group(title, bar)
+    return Group(title, _Bar(done, told))
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A bar that fills the window with what is told beside it; without a window, a share."""
+
+    done: float
+    told: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width >= UNLIMITED:
+            yield Text(f"{percent(self.done)}, {self.told}")
+            return
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(ProgressBar(total=1.0, completed=self.done), self.told)
+        yield bar
 
 
 def _figures(status: Status) -> RenderableType:
@@ -192,24 +244,27 @@ def _figures(status: Status) -> RenderableType:
     facts = [
         f"held-out loss {loss(losses.get('heldout'))}",
         f"outer steps {amount(status.get('outer_steps'))}",
+        f"goodput {percent(status.get('goodput'))}",
+    ]
+    # Two lines, so that neither is wrapped in a window of 80 columns.
+    moved = [
         f"bits/param {bits(wire.get('bits_per_parameter_up'))} up,"
         f" {bits(wire.get('bits_per_parameter_down'))} down",
-        f"goodput {percent(status.get('goodput'))}",
         *(
             f"{amount(tokens[fate])} {fate}"
             for fate in ("pending", "refused", "discarded")
             if tokens.get(fate)
         ),
     ]
-    return Text(" · ".join(facts))
+    return Text(" · ".join(facts) + "\n" + " · ".join(moved))
 
 
 def _regions(status: Status) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, expand=True, header_style="dim")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     table.add_column("region", no_wrap=True, max_width=16, overflow="ellipsis")
     for heading in ("step", "loss", "tok/s", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("state", ratio=1, overflow="fold")
+    table.add_column("state", overflow="fold")
     for region in status.get("regions") or []:
         word = state_of(region)
         told = Text(word, style=_COLOURS[word])
@@ -240,13 +295,16 @@ def _region_line(region: Status) -> str:
 
 def _reason(region: Status) -> str:
     """Says what the region waits for; nothing while it trains as it should."""
+    if failed := region.get("failed"):
+        return str(failed)
     why = str(region.get("why") or "")
     return "" if why == "training" else why
 
 
 def _states(status: Status) -> tuple[str, ...]:
     regions: Sequence[Status] = status.get("regions") or []
-    return (str(status.get("state")), *(f"{r.get('name')}={state_of(r)}" for r in regions))
+    run = (str(status.get("state")), str(bool(status.get("trouble"))))
+    return (*run, *(f"{r.get('name')}={state_of(r)}" for r in regions))
 
 
 def _share(tokens: Mapping[str, Any]) -> float | None:

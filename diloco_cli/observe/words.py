@@ -63,6 +63,9 @@ def percent(value: Number) -> str:
 
 def state_of(region: Mapping[str, Any]) -> str:
     """Names what a region does; alive, training and contributing are three different things."""
+    for word in ("failed", "done", "left"):
+        if region.get(word):
+            return word
     if not region.get("alive"):
         return "away"
     if not region.get("training"):

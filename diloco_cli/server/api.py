@@ -25,6 +25,8 @@ class Call:
     gives: str = "application/json"
     region: bool = False
     """Made by a region: must name the run and the wire version."""
+    epoch: bool = False
+    """Must name the region's epoch."""
     wire: bool = False
     """Must name the wire version. A page in somebody's browser can send a POST to this
     server, but not with a header of its own."""
@@ -86,7 +88,8 @@ CALLS = (
             201: "accepted: durable, merged with its round",
             200: "decided before; the recorded answer",
             400: "damaged: send it again",
-            409: "returned (keep the work, send it later) or foreign (drop it); server-behind",
+            409: "returned (keep the work, send it later) or foreign (drop it); server-behind; "
+            "incomplete: parts are missing",
             412: "fenced",
             413: "too large for this fragment",
             422: "refused: unfit to merge, drop it; or not what the URL says",
@@ -95,6 +98,41 @@ CALLS = (
         },
         sends=_FRAME,
         region=True,
+        epoch=True,
+    ),
+    Call(
+        "parts",
+        "GET",
+        messages.PARTS,
+        "Says which bytes of a contribution are there already.",
+        {200: "ranges of bytes, and whether the frame is decided", 412: "fenced"},
+        {"frame": "digest of the whole frame"},
+        region=True,
+        epoch=True,
+    ),
+    Call(
+        "contribute_part",
+        "PUT",
+        messages.PART,
+        "Hands over the bytes from `start` on; the PUT of the contribution itself, with the "
+        "frame's digest in `diloco-parts` and no body, then has it decided.",
+        {
+            200: "there, and what else is",
+            400: "damaged: send it again",
+            409: "conflict: other bytes are in that place, or a newer frame is on its way",
+            412: "fenced",
+            413: "too large for this fragment",
+            503: "busy or closing: try again after Retry-After",
+            507: "no room on the server's disk: try again later",
+        },
+        {
+            "size": "of the whole frame",
+            "frame": "digest of the whole frame",
+            "digest": "of this part, as `crc32:` and eight hexadecimal digits",
+        },
+        sends=_FRAME,
+        region=True,
+        epoch=True,
     ),
     Call(
         "fragment",
@@ -185,7 +223,7 @@ def _operation(call: Call, path: str) -> dict[str, Any]:
         parameters.append(_parameter(messages.RUN_HEADER, "header", "the run's id", True))
     if call.region or call.wire:
         parameters.append(_parameter(messages.WIRE_HEADER, "header", "wire version", True))
-    if call.name == "contribute":
+    if call.epoch:
         parameters.append(_parameter(messages.EPOCH_HEADER, "header", "from the join", True))
     operation: dict[str, Any] = {
         "operationId": call.name,

@@ -52,6 +52,8 @@ def _endpoint(routes: Routes, call: Call) -> Callable[[Request], Awaitable[Respo
         except ClientDisconnect:
             return Response(status_code=400)  # Nobody is there to read it.
         except Exception as error:
+            if isinstance(error, DiskFull):
+                routes.state.no_room("upload", error)
             return answer_error(error)
 
     return endpoint

@@ -68,9 +68,9 @@ class Conductor:
         try:
             if not state.stopping and not state.ledger.finished:
                 wakes += self._advance(now)
-                state.trouble = ""
+                state.room_again("journal")
         except DiskFull as error:
-            state.trouble = error.message
+            state.no_room("journal", error)
             wakes.append(now + RETRY_SECONDS)
         wakes += self._leave(now)
         return min((wake for wake in wakes if wake > now), default=None)
@@ -182,8 +182,9 @@ class Conductor:
         while slot.closing:
             try:
                 await self._publish(fragment, tuple(slot.closing.values()))
+                state.room_again("version")
             except DiskFull as error:
-                state.trouble = error.message
+                state.no_room("version", error)
                 if state.stopping or state.closed:
                     return  # The next start takes it up.
                 await asyncio.sleep(RETRY_SECONDS)
@@ -270,6 +271,8 @@ class Conductor:
         why = "every region has given all it held"
         if left:
             why = f"{', '.join(left)} gave nothing for {now - limit + PATIENCE * lease:.0f} s"
+        elif gone := state.presences.not_drained():
+            why = f"every region but {', '.join(gone)}, not waited for, has given all it held"
         state.record("finished", why=why)
         state.note("run-finished", why=why, tokens=state.ledger.applied(state.recipe.sizes))
         state.finished_at = now

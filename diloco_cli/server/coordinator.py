@@ -157,6 +157,7 @@ class Coordinator(Conductor):
             state.record("decided", **about, fate="pending", why=answer.why, values=size)
             state.norms[fragment] = state.norms[fragment].seen(norm)
             self._arrived(fragment, region)
+            state.room_again("upload")
         elif isinstance(answer, Refused):
             state.record("decided", **about, fate="refused", why=answer.why)
         elif isinstance(answer, Returned) and answer.sticky:

@@ -18,6 +18,8 @@ STATUS = {
     "other-spec": 409,
     "unknown-region": 409,
     "server-behind": 409,
+    "conflict": 409,
+    "incomplete": 409,
     "returned": 409,
     "foreign": 409,
     "gone": 410,

@@ -1,6 +1,7 @@
 """Takes a contribution in: from the wire to the disk, looked at on the way.
 
     sizes ─▶ stream to a draft ─▶ envelope ─▶ identity ─▶ numbers ─▶ durable ─▶ decision
+             (whole, or in parts)
 
 Whatever can be refused without reading is refused before; whatever can be refused
 without decompressing, before that. Numbers are decoded for one contribution at a time,
@@ -13,7 +14,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from diloco_cli.core import rounds
 from diloco_cli.core.fragments import Fragment, norm
@@ -22,6 +22,8 @@ from diloco_cli.core.rounds import Accept, Receipt
 from diloco_cli.errors import WireError
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.denied import Denied
+from diloco_cli.server.parts import Address, Part, Parts, Range
+from diloco_cli.server.receiving import AGAIN, batches, too_large
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import Draft
 from diloco_cli.wire.codec import NotFinite
@@ -33,22 +35,9 @@ MOST_UPLOADS = 64
 SILENCE_SECONDS = 60.0
 """An upload that sends nothing for so long is given up."""
 
-WRITE_BYTES = 1 << 20
-
 GENEROSITY = 64
 """Times the tokens of a step in the server's spec that a region may claim: it may train
 with larger batches than the server knows of, but not outvote everybody by a claim."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """What the URL and the headers say a contribution is."""
-
-    fragment: int
-    region: str
-    base: int
-    clock: int
-    epoch: int
 
 
 class Intake:
@@ -57,27 +46,96 @@ class Intake:
         self._state = coordinator.state
         self._uploads = 0
         self._arriving: Counter[str] = Counter()
+        self._parts = Parts(coordinator.state.store)
+        self._deciding: dict[tuple[str, int, str], asyncio.Task[rounds.Answer]] = {}
         self._checks = ThreadPoolExecutor(1, "check")
 
     async def take(
         self, address: Address, body: AsyncIterator[bytes], *, length: int | None
     ) -> rounds.Answer:
         """Reads one contribution and answers what becomes of it."""
-        recipe = self._state.recipe
-        limit = most_bytes(recipe.sizes[address.fragment], recipe.up)
+        limit = self._limit(address)
         self._check_before_reading(address, length, limit)
         self._uploads += 1
         try:
             draft = await asyncio.to_thread(self._state.store.draft_payload, length or limit)
             try:
-                await _receive(draft, body, limit)
+                async for batch in batches(body, limit, SILENCE_SECONDS):
+                    await asyncio.to_thread(draft.write_pieces, batch)
                 if length is not None and draft.size != length:
-                    raise Denied("damaged", f"{draft.size} of {length} bytes arrived.", _AGAIN)
-                return await self._decide(address, draft)
+                    raise Denied("damaged", f"{draft.size} of {length} bytes arrived.", AGAIN)
+                answer = await self._decide(address, draft)
+                await self._parts.forget(address)
+                return answer
             finally:
                 await asyncio.to_thread(draft.discard)
         finally:
             self._uploads -= 1
+
+    async def take_part(
+        self, address: Address, part: Part, body: AsyncIterator[bytes]
+    ) -> list[Range]:
+        """Takes one part of a contribution; answers with what is there of it then."""
+        self._check_before_reading(address, part.size, self._limit(address))
+        self._uploads += 1
+        try:
+            arriving = batches(body, part.stop - part.start, SILENCE_SECONDS)
+            return await self._parts.take(address, part, arriving)
+        finally:
+            self._uploads -= 1
+
+    def having(self, address: Address, frame: str) -> tuple[list[Range], bool]:
+        """Says what is there of a frame, and whether its fate is known without the rest."""
+        self._coordinator.check_epoch(address.region, address.epoch)
+        decided = (address.region, address.fragment, frame) in self._deciding
+        decided = decided or self._recorded(address, frame) is not None
+        return self._parts.have(address, frame), decided
+
+    async def complete(self, address: Address, frame: str) -> rounds.Answer:
+        """Decides on a contribution that came in parts; asked again, it answers the same."""
+        self._coordinator.check_epoch(address.region, address.epoch)
+        key = (address.region, address.fragment, frame)
+        if key not in self._deciding:
+            draft = await self._parts.collect(address, frame)
+            if draft is None and key not in self._deciding:
+                return await self._without_parts(address, frame)
+            if draft is not None:
+                # Whoever asked may be gone before it is decided, and ask again.
+                task = asyncio.create_task(self._decide_draft(address, draft))
+                self._deciding[key] = task
+                task.add_done_callback(lambda done: self._decided(key, done))
+        return await asyncio.shield(self._deciding[key])
+
+    def _decided(self, key: tuple[str, int, str], done: asyncio.Task[rounds.Answer]) -> None:
+        self._deciding.pop(key, None)
+        if not done.cancelled():
+            done.exception()  # Nobody may be left to hear it; that is no reason to complain.
+
+    async def _decide_draft(self, address: Address, draft: Draft) -> rounds.Answer:
+        try:
+            return await self._decide(address, draft)
+        finally:
+            await asyncio.to_thread(draft.discard)
+
+    async def _without_parts(self, address: Address, frame: str) -> rounds.Answer:
+        known = self._recorded(address, frame)
+        if known is None:
+            raise Denied(
+                "incomplete",
+                "Parts of this frame are missing.",
+                "Send those that are not in `have`.",
+                have=self._parts.have(address, frame),
+            )
+        await self._state.commit.durable()
+        return known
+
+    def _recorded(self, address: Address, frame: str) -> rounds.Recorded | None:
+        known = self._state.ledger.standing(address.region, address.fragment).known
+        return rounds.Recorded(known) if known and known.digest == frame else None
+
+    def _limit(self, address: Address) -> int:
+        recipe = self._state.recipe
+        return most_bytes(recipe.sizes[address.fragment], recipe.up)
 
     def _check_before_reading(self, address: Address, length: int | None, limit: int) -> None:
         self._coordinator.check_epoch(address.region, address.epoch)
@@ -118,7 +176,7 @@ class Intake:
         try:
             frame = open_frame(draft.read())
         except WireError as error:
-            raise Denied("damaged", error.message, error.hint or _AGAIN) from None
+            raise Denied("damaged", error.message, error.hint or AGAIN) from None
         if why := misaddressed(frame, address, self._state.recipe, self._state.store.run):
             raise Denied("mismatch", why, _MISMATCH, fate="refused", why=why)
         return frame
@@ -139,29 +197,6 @@ class Intake:
             del self._arriving[digest]
             if not self._coordinator.wanted(digest):
                 await asyncio.to_thread(self._state.store.drop_payloads, [digest])
-
-
-async def _receive(draft: Draft, body: AsyncIterator[bytes], limit: int) -> None:
-    """Writes the body to the draft, never more than `limit` bytes of it."""
-    waiting, received = bytearray(), 0
-    pieces = aiter(body)
-    while True:
-        try:
-            async with asyncio.timeout(SILENCE_SECONDS):
-                piece = await anext(pieces, None)
-        except TimeoutError:
-            raise Denied(
-                "too-slow", f"Nothing arrived for {SILENCE_SECONDS:.0f} s.", _AGAIN
-            ) from None
-        received += len(piece or b"")
-        if received > limit:
-            raise too_large(received, limit)
-        waiting += piece or b""
-        if len(waiting) >= WRITE_BYTES or (piece is None and waiting):
-            await asyncio.to_thread(draft.write, bytes(waiting))
-            waiting.clear()
-        if piece is None:
-            return
 
 
 def _receipt(address: Address, frame: Frame) -> Receipt:
@@ -237,14 +272,4 @@ def _tensor_at(fragment: Fragment, index: int) -> str:
     return f"value {index}"
 
 
-def too_large(size: int, limit: int) -> Denied:
-    """The body is longer than anything that could be meant."""
-    return Denied(
-        "too-large",
-        f"The body has {size} bytes or more, at most {limit} are expected here.",
-        "Do both sides use the same model, `sync.fragments` and `wire.up`?",
-    )
-
-
-_AGAIN = "It was cut or changed on its way; send it again."
 _MISMATCH = "Server and worker disagree about what is sent; compare specs and `diloco --version`."

@@ -85,12 +85,25 @@ class Presences:
         }
 
     def undrained(self, *, since: Seconds, now: Seconds) -> list[str]:
-        """Regions that `finished` must wait for: not drained, and not silent for two leases."""
+        """Regions that `finished` must wait for: not drained, and not silent for two leases.
+
+        One that said goodbye is given a single lease to come back, as it does when a worker
+        is started anew.
+        """
+
+        def until(presence: Presence) -> Seconds:
+            if presence.said and presence.said.stopping:
+                return presence.seen + self.lease
+            return max(since, presence.seen) + 2 * self.lease
+
+        return [region for region in self.not_drained() if now < until(self.all[region])]
+
+    def not_drained(self) -> list[str]:
+        """Regions that have not said that they hold nothing any more."""
         return sorted(
             region
             for region, presence in self.all.items()
             if not (presence.said and presence.said.drained)
-            and now < max(since, presence.seen) + 2 * self.lease
         )
 
     def undrain(self, *regions: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,18 @@ from diloco_cli.observe.metrics import prometheus_text
 from diloco_cli.server.api import openapi
 from diloco_cli.server.coordinator import Coordinator, server_behind
 from diloco_cli.server.denied import HEADERS, Denied
-from diloco_cli.server.intake import Address, Intake, too_large
+from diloco_cli.server.intake import Intake
+from diloco_cli.server.parts import Address, Part
+from diloco_cli.server.receiving import too_large
 from diloco_cli.server.sending import send
 from diloco_cli.server.status import status
 from diloco_cli.server.tail import tail
 from diloco_cli.wire.messages import (
     EPOCH_HEADER,
     LONG_POLL_SECONDS,
+    PARTS_HEADER,
     WIRE_VERSION,
+    Having,
     Join,
     Message,
     Run,
@@ -88,16 +93,40 @@ class Routes:
         return _json(news) if news else Response(status_code=204)
 
     async def contribute(self, request: Request) -> Response:
+        address = self._address(request)
+        if frame := request.headers.get(PARTS_HEADER):
+            answer = await self.intake.complete(address, _digest("diloco-parts", frame))
+        else:
+            answer = await self.intake.take(address, request.stream(), length=_length(request))
+        return self._fate(address, answer)
+
+    async def contribute_part(self, request: Request) -> Response:
+        length, start = _length(request), request.path_params["start"]
+        size = _number(request, "size")
+        if not length or start + length > size:
+            raise Denied(
+                "bad-request", f"Bytes {start}-{start + (length or 0) - 1} of {size} are no part."
+            )
+        query = request.query_params
+        frame = _digest("frame", query.get("frame", ""))
+        part = Part(start, start + length, size, frame, query.get("digest", ""))
+        have = await self.intake.take_part(self._address(request), part, request.stream())
+        return _json(Having(have=tuple(have)))
+
+    async def parts(self, request: Request) -> Response:
+        frame = _digest("frame", request.query_params.get("frame", ""))
+        have, decided = self.intake.having(self._address(request), frame)
+        return _json(Having(have=tuple(have), decided=decided))
+
+    def _address(self, request: Request) -> Address:
         where = request.path_params
-        address = Address(
+        return Address(
             fragment=self._fragment(request),
             region=where["region"],
             base=where["base"],
             clock=where["clock"],
             epoch=_header_number(request, EPOCH_HEADER),
         )
-        answer = await self.intake.take(address, request.stream(), length=_length(request))
-        return self._fate(address, answer)
 
     def _fate(self, address: Address, answer: Answer) -> Response:
         slot = self.state.ledger.slots[address.fragment]
@@ -143,10 +172,10 @@ class Routes:
             what = f"Version {version} of fragment {fragment}"
             asked = f"{what} from version {since}" if since >= 0 else what
             raise Denied("gone", f"{asked} is no longer kept; {newest} is the newest.", _NEWEST)
-        answer = send(request, resource)
-        if request.method == "GET" and answer.status_code != 304:
-            self.state.tally.bytes_down += int(answer.headers["content-length"])
-        return answer
+        return send(request, resource, self._sent)
+
+    def _sent(self, count: int) -> None:
+        self.state.tally.bytes_down += count
 
     async def weights(self, request: Request) -> Response:
         asked = _number(request, "version", -1) if "version" in request.query_params else None
@@ -251,6 +280,12 @@ def _header_number(request: Request, key: str) -> int:
     return int(text)
 
 
+def _digest(key: str, text: str) -> str:
+    if not _SHA256.fullmatch(text):
+        raise Denied("bad-request", f"`{key}` is {text!r:.80}, it needs a SHA-256 in hexadecimal.")
+    return text
+
+
 def _length(request: Request) -> int | None:
     return _header_number(request, "content-length") if _has_length(request) else None
 
@@ -266,4 +301,5 @@ def _wait(request: Request) -> float:
         return LONG_POLL_SECONDS
 
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _NEWEST = "Ask `GET /v1/fragments/{f}` for the newest version and its links."

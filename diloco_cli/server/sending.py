@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator, Callable, Iterator
 
+from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -14,8 +16,11 @@ FOREVER = "public, max-age=31536000, immutable"
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
-def send(request: Request, resource: Resource) -> Response:
-    """Answers with a resource, or the part of it that was asked for, or that it is known."""
+def send(request: Request, resource: Resource, sent: Callable[[int], None]) -> Response:
+    """Answers with a resource, or the part of it that was asked for, or that it is known.
+
+    `sent` is told what leaves, as it does: a client may go before it has everything.
+    """
     headers = {"etag": resource.etag, "cache-control": FOREVER, "accept-ranges": "bytes"}
     if resource.etag in _etags(request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers=headers)
@@ -28,7 +33,14 @@ def send(request: Request, resource: Resource) -> Response:
     media = "application/octet-stream"
     if request.method == "HEAD":
         return Response(status_code=status, headers=headers, media_type=media)
-    return StreamingResponse(resource.read(start, stop), status, headers, media)
+    body = _counted(resource.read(start, stop), sent)
+    return StreamingResponse(body, status, headers, media)
+
+
+async def _counted(pieces: Iterator[bytes], sent: Callable[[int], None]) -> AsyncIterator[bytes]:
+    async for piece in iterate_in_threadpool(pieces):
+        sent(len(piece))
+        yield piece
 
 
 def _asked(request: Request, resource: Resource) -> tuple[int, int] | None:

@@ -13,13 +13,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from diloco_cli.core import pace, rounds
 from diloco_cli.core.guard import Norms
 from diloco_cli.core.ledger import Ledger, Slot
 from diloco_cli.core.rounds import Round
 from diloco_cli.server.commit import Commit
+from diloco_cli.server.durable import DiskFull
 from diloco_cli.server.presence import Presences
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import Store
@@ -28,6 +29,9 @@ from diloco_cli.server.weights import Weights
 
 Seconds = float
 T = TypeVar("T")
+Written = Literal["journal", "version", "upload"]
+
+UPLOAD_TROUBLE_SECONDS = 60.0
 
 
 class State:
@@ -65,8 +69,8 @@ class State:
         self.stopping = ""
         self.everyone = False
         """Regions are to stop as well; otherwise only this server does."""
-        self.trouble = ""
-        """What keeps the rounds from going on, in words."""
+        self._no_room: dict[str, tuple[Seconds, str]] = {}
+        """What the disk had no room for, by what was to be written: when and in which words."""
         self.failure: BaseException | None = None
         self.closed = False
         self.wake = asyncio.Event()
@@ -126,6 +130,27 @@ class State:
             async with asyncio.timeout(wait):
                 while not ready() and not self.closed:
                     await self._changed.wait()
+
+    @property
+    def trouble(self) -> str:
+        """What keeps the rounds from going on, in words; empty while nothing does."""
+        # An upload is tried again within seconds. If it is not, its sender is gone.
+        oldest = self.clock() - UPLOAD_TROUBLE_SECONDS
+        for what, (when, why) in self._no_room.items():
+            if what != "upload" or when > oldest:
+                return why
+        return ""
+
+    def no_room(self, what: Written, error: DiskFull) -> None:
+        """Remembers that the disk refused something, so that people hear of it."""
+        why = f"{error.message} {error.hint or ''}".strip()
+        if not self.trouble:
+            self.note("note", why=why)
+        self._no_room[what] = (self.clock(), why)
+
+    def room_again(self, what: Written) -> None:
+        """Forgets the trouble with something that could be written now."""
+        self._no_room.pop(what, None)
 
     def announce(self) -> None:
         """Lets everyone who waits look again."""

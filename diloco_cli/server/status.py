@@ -23,6 +23,8 @@ def status(coordinator: Coordinator, url: str) -> dict[str, Any]:
         "url": url,
         "state": state.word,
         "why": _why(coordinator),
+        "trouble": state.trouble,
+        "regions_go_on": bool(state.stopping) and not state.everyone,
         "clock": [slot.version for slot in ledger.slots],
         "outer_steps": ledger.outer_steps,
         "tokens": tokens,
@@ -57,6 +59,7 @@ def summary(coordinator: Coordinator) -> dict[str, Any]:
         "name": state.spec.name,
         "state": state.word,
         "why": ledger.finished or state.stopping,
+        "regions_go_on": bool(state.stopping) and not state.everyone,
         "tokens": tokens,
         "balanced": tally.balanced(applied),
         "fragments": [
@@ -71,6 +74,7 @@ def summary(coordinator: Coordinator) -> dict[str, Any]:
         "regions": {
             region.name: {
                 "share": tally.share(region.name),
+                "applied": round(tally.applied(region.name), 1),
                 "refused": ledger.refused.get(region.name, 0),
             }
             for region in state.spec.regions
@@ -119,8 +123,6 @@ def _wire(coordinator: Coordinator) -> dict[str, float | None]:
 
 def _why(coordinator: Coordinator) -> str:
     state = coordinator.state
-    if state.trouble:
-        return state.trouble
     if state.ledger.finished or state.stopping:
         return state.ledger.finished or state.stopping
     if state.ledger.end:
@@ -144,6 +146,8 @@ def _region(coordinator: Coordinator, name: str) -> dict[str, Any]:
         "alive": alive,
         "training": bool(alive and said and said.training),
         "contributing": alive and _contributing(coordinator, name),
+        "left": bool(said and said.stopping and not ledger.finished),
+        "done": _done(coordinator, name),
         "step": said.step if said else None,
         "tokens_per_second": said.tokens_per_second if said and alive else None,
         "loss": said.loss if said else None,
@@ -168,18 +172,26 @@ def _contributing(coordinator: Coordinator, name: str) -> bool:
     )
 
 
+def _done(coordinator: Coordinator, name: str) -> bool:
+    """Says whether the run is finished and nothing more is to come from the region."""
+    ledger, presence = coordinator.state.ledger, coordinator.state.presences.all.get(name)
+    said = presence.said if presence else None
+    return bool(ledger.finished) and name in ledger.regions and (said is None or said.stopping)
+
+
 def _region_why(coordinator: Coordinator, name: str, presence: Presence | None) -> str:
     state = coordinator.state
     if presence is None:
         return f"has not joined yet; start it with `diloco work … --region {name}`"
-    now = state.clock()
+    now, said = state.clock(), presence.said
+    if _done(coordinator, name):
+        return ""
+    if said and said.stopping:
+        return said.why
     if now >= presence.seen + state.spec.server.lease:
         return f"silent for {now - presence.seen:.0f} s"
-    said = presence.said
     if said is None:
         return "joined, no report yet"
-    if said.stopping:
-        return f"leaving: {said.why}" if said.why else "leaving"
     if said.why:
         return said.why
     owed = [str(f) for f in state.ledger.calls() if name not in state.ledger.slots[f].waiting]

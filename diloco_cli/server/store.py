@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -74,6 +74,26 @@ class Draft:
         with disk_errors(self.path):
             durable.write_all(self._handle, data)
         self.size += len(data)
+
+    def write_pieces(self, pieces: Sequence[bytes], offset: int | None = None) -> None:
+        """Writes pieces one after another, as they are: at the end, or at a place of their own.
+
+        `size` counts only what is written at the end.
+        """
+        at = self.size if offset is None else offset
+        with disk_errors(self.path):
+            written = os.pwritev(self._handle, pieces, at)
+            if written < (length := sum(map(len, pieces))):
+                left = memoryview(b"".join(pieces))[written:]
+                while left:
+                    written = length - len(left)
+                    left = left[os.pwrite(self._handle, left, at + written) :]
+        if offset is None:
+            self.size += length
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        with disk_errors(self.path):
+            return os.pread(self._handle, length, offset)
 
     def read(self) -> bytes:
         """Everything written so far, to be checked before it is kept."""

@@ -138,6 +138,12 @@ class Tally:
         self.bytes_down = max(self.bytes_down, record.get("bytes_down", 0))
         self.seconds = max(self.seconds, record.get("seconds", 0.0))
 
+    def applied(self, region: str) -> float:
+        """Tokens of the region that were merged: each fragment's, averaged with their sizes."""
+        sizes = self._recipe.sizes
+        merged = [account.applied for (name, _), account in self.accounts.items() if name == region]
+        return sum(size * own[n] for own in merged for n, size in enumerate(sizes)) / sum(sizes)
+
     def share(self, region: str) -> float | None:
         """The region's mean share of the weight merged in a round; None before any round."""
         return self.shares.get(region, 0.0) / self.rounds if self.rounds else None

@@ -23,7 +23,7 @@ from diloco_cli.registry import in_words
 from diloco_cli.spec.nodes import Document, Flaw, Mark, read
 from diloco_cli.spec.overrides import override
 from diloco_cli.spec.resolved import resolved_yaml, write_resolved
-from diloco_cli.spec.rules import Conflicts, Fault, Path, dotted
+from diloco_cli.spec.rules import MOST_TOKENS, Conflicts, Fault, Path, dotted
 from diloco_cli.spec.schema import RunSpec, keys_at
 from diloco_cli.spec.secrets import inline_secrets
 
@@ -210,7 +210,7 @@ def _set_aside(data: dict[str, Any], paths: list[Path]) -> dict[str, Any]:
 _STAND_INS: dict[str, Any] = {
     "spec": 1,
     "name": "unnamed",
-    "budget": {"tokens": 1 << 62},
+    "budget": {"tokens": MOST_TOKENS},
     "regions": [{"name": "unnamed"}],
 }
 

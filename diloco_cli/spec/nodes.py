@@ -79,8 +79,9 @@ def read(text: str, file: str) -> Document:
         document.broken = True
     except yaml.MarkedYAMLError as error:
         said = " ".join(part for part in (error.context, error.problem) if part)
-        mark = error.problem_mark or error.context_mark
-        document.flaws.append(Flaw((), builder.mark(mark), f"is not YAML: {said}"))
+        mark = builder.mark(error.problem_mark or error.context_mark)
+        flaw = _tab(text, error, file) or Flaw((), mark, f"is not YAML: {said}")
+        document.flaws.append(flaw)
         document.broken = True
     except yaml.reader.ReaderError as error:
         # libyaml counts bytes, PyYAML characters; so neither is asked where it was.
@@ -95,6 +96,22 @@ def read(text: str, file: str) -> Document:
         document.flaws.append(Flaw((), mark, said))
         document.broken = True
     return document
+
+
+def _tab(text: str, error: yaml.MarkedYAMLError, file: str) -> Flaw | None:
+    """Finds the tab that YAML stumbled over, if it was one: the eye cannot see it."""
+    marks = [mark.line for mark in (error.context_mark, error.problem_mark) if mark]
+    lines = text.split("\n")
+    for number in range(min(marks, default=0), min(max(marks, default=-1) + 1, len(lines))):
+        line = lines[number]
+        at = line.find("\t", 0, len(line) - len(line.lstrip()))
+        here = error.problem_mark
+        if at < 0 and here and here.line == number and line[here.column : here.column + 1] == "\t":
+            at = here.column
+        if at >= 0:
+            hint = "Replace it with spaces; most editors can show tabs."
+            return Flaw((), Mark(file, number + 1, at + 1), "is a tab; YAML wants spaces", hint)
+    return None
 
 
 def scalar(text: str) -> Any:

@@ -24,6 +24,9 @@ Path = tuple[str | int, ...]
 """Where a value sits in the spec: `("regions", 0, "speed")`."""
 
 
+MOST_TOKENS = 10**18
+
+
 @dataclass(frozen=True)
 class Fault:
     path: Path
@@ -118,6 +121,15 @@ def _budget_holds_one_round(spec: RunSpec) -> Iterator[Fault]:
             f"Set budget.tokens to {least} or more, or lower sync.every, inner.batch or "
             "inner.sequence.",
             (("sync", "quorum"), ("sync", "every"), *_STEP_SIZE, *owns),
+        )
+
+
+def _budget_can_be_counted(spec: RunSpec) -> Iterator[Fault]:
+    if spec.budget.tokens > MOST_TOKENS:
+        yield Fault(
+            ("budget", "tokens"),
+            f"is {spec.budget.tokens:,}, more than the {MOST_TOKENS:,} that any run could train",
+            "Are there too many zeros? The largest models are trained with some 10^13 tokens.",
         )
 
 
@@ -247,6 +259,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Fault]], ...] = (
     _fragments_take_turns,
     _answers_come_before_the_next_send,
     _budget_holds_one_round,
+    _budget_can_be_counted,
     _grace_options_have_an_effect,
     _the_server_listens_where_it_is_safe,
     _the_evaluator_exists,

@@ -30,8 +30,8 @@ def inline_secrets(document: Document) -> Iterator[Fault]:
         yield Fault(
             path,
             "is a secret inside the spec, which is copied, logged and shared",
-            "Remove it and change the secret: it has been in a file. Credentials are named, as "
-            "token_file or token_env, never written down here.",
+            "Remove it and change the secret: it has been in a file. No key of this version "
+            "takes a credential.",
             on_key=True,
         )
 

@@ -2,12 +2,18 @@
 
 A codec turns a 1-D float32 vector into the body of one chunk, and back:
 
-    values ──encode──▶ body (exactly `body_size(n)` bytes) ──zstd, in frame.py──▶ wire
+    values ──encode──▶ body (exactly `body_size(n)` bytes) ──zstd, in chunks.py──▶ wire
 
 Bodies are laid out so that zstd finds something to do: bytes of the same meaning lie
 side by side, and every block of values can be handled without its neighbours. The
 exact layouts are in docs/reference/wire-format.md. Nothing that is not a finite number
 enters a body, and no body that an encoder could not have written is decoded.
+
+Bits and errors in the docstrings are those that `diloco bench wire` finds in pseudo-gradients
+of the quickstart; the error is a share of the vector's length.
+
+A codec of your own needs the three methods of `Codec`. Ours derive from `InPlace`: they
+work in memory that is already there, which is where most of the speed is.
 """
 
 from __future__ import annotations
@@ -21,11 +27,6 @@ from diloco_cli.errors import WireError
 from diloco_cli.registry import Registry
 
 Body = bytes | bytearray | memoryview
-
-SLAB = 1 << 16
-"""Values handled in one go: scratch of this size stays in the processor's cache."""
-
-BF16_INFINITY = 0x7F80
 
 
 class Codec(Protocol):
@@ -57,71 +58,95 @@ class NotFinite(WireError):
         self.index = index
 
 
-@codecs.register("fp32")
-@dataclass(frozen=True)
-class Fp32:
-    """32 bits, bit for bit: about 24 after compression."""
+class InPlace:
+    """A codec that fills arrays it is given: contiguous float32 values, uint8 bodies."""
+
+    def body_size(self, size: int) -> int:
+        raise NotImplementedError
+
+    def write(self, values: np.ndarray, body: np.ndarray) -> None:
+        """Fills the body; raises NotFinite at the first NaN or infinity."""
+        raise NotImplementedError
+
+    def read(self, body: np.ndarray, values: np.ndarray) -> None:
+        """Fills the values; raises WireError on a body no encoder writes."""
+        raise NotImplementedError
+
+    def add(self, body: np.ndarray, sums: np.ndarray, weight: float) -> None:
+        """Adds `weight` times each decoded value to sums of float64 or float32.
+
+        Each product and each sum is rounded to the type of the sums, as numpy does it.
+        After a WireError the sums are worthless.
+        """
+        from diloco_cli.wire import sum_kernels
+
+        values = np.empty(sums.size, np.float32)
+        self.read(body, values)
+        if sums.dtype == np.float32:
+            sum_kernels.add_scaled_single(values, sums, weight)
+        else:
+            sum_kernels.add_scaled(values, sums, weight)
 
     def encode(self, values: np.ndarray) -> bytes:
         source = vector(values)
-        planes = np.empty((4, source.size), np.uint8)
-        for start in range(0, source.size, SLAB):
-            part = source[start : start + SLAB]
-            refuse_non_finite(part, start)
-            planes[:, start : start + SLAB] = part.view(np.uint8).reshape(-1, 4).T
-        return planes.tobytes()
+        body = np.empty(self.body_size(source.size), np.uint8)
+        self.write(source, body)
+        return body.tobytes()
 
     def decode(self, body: Body, size: int) -> np.ndarray:
-        planes = raw(body, self.body_size(size)).reshape(4, size)
-        values = np.empty(size, "<f4")
-        for start in range(0, size, SLAB):
-            part = values[start : start + SLAB]
-            join_planes(planes[:, start : start + SLAB], into=part.view("<u4"))
-            refuse_non_finite(part, start)
+        values = np.empty(size, np.float32)
+        self.read(raw(body, self.body_size(size)), values)
         return values
+
+
+@codecs.register("fp32")
+@dataclass(frozen=True)
+class Fp32(InPlace):
+    """32 bits, bit for bit: 25 a parameter after compression."""
 
     def body_size(self, size: int) -> int:
         return 4 * size
 
+    def write(self, values: np.ndarray, body: np.ndarray) -> None:
+        from diloco_cli.wire import plane_kernels
+
+        if plane_kernels.split_fp32(values, body) >= 0:
+            refuse_non_finite(values, 0)
+
+    def read(self, body: np.ndarray, values: np.ndarray) -> None:
+        from diloco_cli.wire import plane_kernels
+
+        if plane_kernels.join_fp32(body, values) >= 0:
+            refuse_non_finite(values, 0)
+
 
 @codecs.register("bf16")
 @dataclass(frozen=True)
-class Bf16:
-    """16 bits, rounded to nearest even: about 11 after compression."""
-
-    def encode(self, values: np.ndarray) -> bytes:
-        source = vector(values)
-        planes = np.empty((2, source.size), np.uint8)
-        for start in range(0, source.size, SLAB):
-            part = source[start : start + SLAB]
-            refuse_non_finite(part, start)
-            bits = part.view(np.uint32)
-            half = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
-            # The largest floats would round to infinity; they become the largest bf16.
-            half -= (half & BF16_INFINITY) == BF16_INFINITY
-            planes[:, start : start + SLAB] = half.view(np.uint8).reshape(-1, 2).T
-        return planes.tobytes()
-
-    def decode(self, body: Body, size: int) -> np.ndarray:
-        planes = raw(body, self.body_size(size)).reshape(2, size)
-        values = np.empty(size, "<f4")
-        for start in range(0, size, SLAB):
-            part = values[start : start + SLAB]
-            bits = part.view("<u4")
-            join_planes(planes[:, start : start + SLAB], into=bits)
-            bits <<= 16
-            refuse_non_finite(part, start)
-        return values
+class Bf16(InPlace):
+    """16 bits, rounded to nearest even: 11.5 a parameter after compression, error 0.2 %."""
 
     def body_size(self, size: int) -> int:
         return 2 * size
 
+    def write(self, values: np.ndarray, body: np.ndarray) -> None:
+        from diloco_cli.wire import plane_kernels
+
+        if plane_kernels.split_bf16(values, body) >= 0:
+            refuse_non_finite(values, 0)
+
+    def read(self, body: np.ndarray, values: np.ndarray) -> None:
+        from diloco_cli.wire import plane_kernels
+
+        if plane_kernels.join_bf16(body, values) >= 0:
+            refuse_non_finite(values, 0)
+
 
 def vector(values: np.ndarray) -> np.ndarray:
-    """Returns the values as a contiguous little-endian float32 vector, without copying one."""
+    """Returns the values as a contiguous float32 vector, without copying one."""
     if values.ndim != 1 or values.dtype != np.float32:
         raise ValueError(f"codecs take 1-D float32, not {values.ndim}-D {values.dtype}")
-    return np.ascontiguousarray(values, "<f4")
+    # Aligned as well: safetensors maps files at any byte.
+    return np.require(values, "<f4", ["C", "A"])
 
 
 def raw(body: Body, expected: int) -> np.ndarray:
@@ -135,20 +160,15 @@ def raw(body: Body, expected: int) -> np.ndarray:
     return found
 
 
-def join_planes(planes: np.ndarray, *, into: np.ndarray) -> None:
-    """Puts numbers together from their byte planes, the lowest byte's plane first."""
-    into[:] = planes[-1]
-    for plane in planes[-2::-1]:
-        into <<= 8
-        into |= plane
-
-
 def refuse_non_finite(part: np.ndarray, start: int) -> None:
+    """Raises NotFinite for the first value that is no number; `start` is the place of part[0]."""
     finite = np.isfinite(part)
     if not finite.all():
         place = int(np.argmin(finite))
         raise NotFinite(float(part[place]), start + place)
 
 
-# Last, because quant.py registers its codecs here: whoever sees the registry sees all of ours.
+# Last, because these register their codecs here: whoever sees the registry sees all of ours.
 from diloco_cli.wire import quant as _quant  # noqa: E402, F401
+from diloco_cli.wire import sign as _sign  # noqa: E402, F401
+from diloco_cli.wire import sparse as _sparse  # noqa: E402, F401

@@ -12,17 +12,32 @@ costs no more memory than its caller expected, whatever it claims about itself.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import zstandard
 
 from diloco_cli.errors import WireError
-from diloco_cli.wire.codec import Body, Codec, NotFinite, codecs, vector
+from diloco_cli.wire.chunks import (
+    CHUNK,
+    MOST_WINDOW_BYTES,
+    add_into,
+    in_chunks,
+    read_into,
+    span_of,
+    spread,
+    squeeze,
+    tools,
+    unsqueeze,
+)
+from diloco_cli.wire.codec import Body, Codec, NotFinite, codecs, raw, vector
 from diloco_cli.wire.header import MOST_HEADER_BYTES, Header, read_header, write_header
+from diloco_cli.wire.quant import Nibbles
 
 __all__ = [
     "CHUNK",
@@ -31,18 +46,16 @@ __all__ = [
     "most_bytes",
     "open_frame",
     "pack",
+    "pack_bodies",
     "read_chain",
+    "seal",
     "vector_digest",
 ]
-
-CHUNK = 1 << 20
-"""Values in one independent zstd frame."""
 
 FRAME_VERSION = 1
 MAGIC = b"\x89DiLoCo\n"
 PRELUDE = struct.Struct("<8sHHIQ")
 DIGEST_BYTES = 32
-MOST_WINDOW_BYTES = 8 << 20
 
 DAMAGED = (
     "It was cut or changed on its way and travels again by itself. "
@@ -66,59 +79,133 @@ class Frame:
 
     codec: Codec = field(repr=False)
 
-    @property
-    def _body(self) -> memoryview:
-        return self.data[-DIGEST_BYTES - sum(self.lengths) : -DIGEST_BYTES]
-
     def chunks(self) -> Iterator[np.ndarray]:
         """Yields the values, at most CHUNK of them at a time."""
-        # A decompressor is not to be shared by threads, so every reading has its own.
-        decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW_BYTES)
-        start = 0
-        for place, compressed in enumerate(_chunks(self._body, self.lengths)):
-            count = min(CHUNK, self.header.size - start)
+        for place in range(len(self.lengths)):
+            span = span_of(place, self.header.size)
+            values = np.empty(span.stop - span.start, np.float32)
             try:
-                body = decompressor.decompress(compressed, allow_extra_data=False)
-            except zstandard.ZstdError as error:
-                raise WireError(f"Chunk {place} does not decompress: {error}.") from None
-            try:
-                yield self.codec.decode(body, count)
+                self.read(place, values)
             except NotFinite as error:
-                raise NotFinite(error.value, start + error.index) from None
-            start += count
+                raise NotFinite(error.value, span.start + error.index) from None
+            yield values
 
-    def values(self) -> np.ndarray:
-        """Returns all values as one float32 vector."""
+    def values(self, *, threads: int | None = None) -> np.ndarray:
+        """Returns all values as one float32 vector; on all cores unless told otherwise."""
         found = np.empty(self.header.size, np.float32)
-        start = 0
-        for part in self.chunks():
-            found[start : start + part.size] = part
-            start += part.size
+
+        list(in_chunks(lambda place, span: self.read(place, found[span]), found.size, threads))
         return found
 
+    def accumulate(self, sums: np.ndarray, weight: float, *, threads: int | None = None) -> None:
+        """Adds `weight` times the values to sums, without laying the values out.
 
-def pack(header: Header, values: np.ndarray, *, level: int = 1) -> bytes:
-    """Writes one frame; raises NotFinite where a value is NaN or infinite."""
+        Gives the bits of `sums += weight * values` in numpy, all in the type of the sums:
+        one rounding for the product, one for the sum. Merges add in float64; float32 is
+        twice as fast where memory is the limit. After a WireError the sums are worthless.
+        """
+        _refuse_unfitting(sums, self.header.size)
+
+        def add(place: int, span: slice) -> None:
+            add_into(self.codec, self.body(place), sums[span], weight)
+
+        list(in_chunks(add, sums.size, threads))
+
+    def squares(self, edges: Sequence[int], *, threads: int | None = None) -> np.ndarray:
+        """Sums the squares between each edge and the next, in float64.
+
+        A sum over several chunks is added up chunk by chunk, so it does not depend on the
+        number of threads.
+        """
+        parts = in_chunks(
+            lambda place, _: self.chunk_squares(place, edges), self.header.size, threads
+        )
+        return functools.reduce(np.add, parts)
+
+    def chunk_squares(self, place: int, edges: Sequence[int]) -> np.ndarray:
+        """Sums the squares of one chunk's values between each edge and the next."""
+        from diloco_cli.wire.sum_kernels import LANES, square_sum
+
+        span = span_of(place, self.header.size)
+        count = span.stop - span.start
+        inside = [min(max(edge - span.start, 0), count) for edge in edges]
+        if isinstance(self.codec, Nibbles):
+            body = raw(self.body(place), self.codec.body_size(count))
+            return self.codec.squares(body, count, inside)
+        values = tools.scratch("values", count, np.float32)
+        self.read(place, values)
+        lanes = np.empty(LANES)
+        return np.array([square_sum(values[a:b], lanes) for a, b in pairwise(inside)])
+
+    def read(self, place: int, values: np.ndarray) -> None:
+        """Decodes one chunk into values that are already there."""
+        read_into(self.codec, self.body(place), values)
+
+    def body(self, place: int) -> bytes:
+        """Decompresses one chunk."""
+        return unsqueeze(self._compressed(place), place)
+
+    def _compressed(self, place: int) -> memoryview:
+        start = self.data.nbytes - DIGEST_BYTES - sum(self.lengths[place:])
+        return self.data[start : start + self.lengths[place]]
+
+
+def _refuse_unfitting(sums: np.ndarray, size: int) -> None:
+    sound = sums.dtype in (np.float64, np.float32) and sums.flags.c_contiguous
+    if sums.shape != (size,) or not sound:
+        raise ValueError(
+            f"sums of {size} contiguous floats are needed, not {sums.shape} of {sums.dtype}"
+        )
+
+
+def pack(
+    header: Header, values: np.ndarray, *, level: int = 1, threads: int | None = None
+) -> bytes:
+    """Writes one frame; raises NotFinite where a value is NaN or infinite.
+
+    Chunks are encoded on all cores this process may use, or on `threads` of them; the
+    frame is the same.
+    """
     source = vector(values)
     if source.size != header.size:
         raise ValueError(f"the header says {header.size} values, there are {source.size}")
+    _check_level(level)
+    codec = codecs.build(header.codec)
+    chunks = in_chunks(lambda _, span: squeeze(codec, source[span], level), source.size, threads)
+    return seal(header, list(chunks))
+
+
+def pack_bodies(
+    header: Header, bodies: Sequence[Body], *, level: int = 1, threads: int | None = None
+) -> bytes:
+    """Writes one frame from chunks that are already encoded, on a device for example."""
+    codec = codecs.build(header.codec)
+    spans = [span_of(place, header.size) for place in range(-(-header.size // CHUNK))]
+    expected = [codec.body_size(span.stop - span.start) for span in spans]
+    if (found := [memoryview(body).nbytes for body in bodies]) != expected:
+        raise ValueError(f"the bodies have {found} bytes where {expected} belong")
+    _check_level(level)
+    chunks = spread(
+        lambda place: tools.compressor(level).compress(bodies[place]), len(bodies), threads
+    )
+    return seal(header, list(chunks))
+
+
+def _check_level(level: int) -> None:
     if not 1 <= level <= 19:
         # Below 1 zstd gives up the entropy coding that all the gain comes from.
         raise ValueError(f"zstd level {level} is not within 1 to 19")
-    codec = codecs.build(header.codec)
-    compressor = zstandard.ZstdCompressor(level, write_checksum=True, write_content_size=True)
-    chunks = []
-    for start in range(0, source.size, CHUNK):
-        try:
-            body = codec.encode(source[start : start + CHUNK])
-        except NotFinite as error:
-            raise NotFinite(error.value, start + error.index) from None
-        chunks.append(compressor.compress(body))
+
+
+def seal(header: Header, chunks: Sequence[bytes]) -> bytes:
+    """Puts compressed chunks into their envelope."""
     described = write_header(header, [len(chunk) for chunk in chunks])
     length = PRELUDE.size + len(described) + sum(map(len, chunks)) + DIGEST_BYTES
     prelude = PRELUDE.pack(MAGIC, FRAME_VERSION, 0, len(described), length)
-    whole = b"".join([prelude, described, *chunks])
-    return whole + hashlib.sha256(whole).digest()
+    digest = hashlib.sha256()
+    for part in (prelude, described, *chunks):
+        digest.update(part)
+    return b"".join([prelude, described, *chunks, digest.digest()])
 
 
 def open_frame(data: Body, *, size: int | None = None) -> Frame:

@@ -23,6 +23,8 @@ WIRE_VERSION = 1
 RUN_HEADER = "diloco-run"
 WIRE_HEADER = "diloco-wire"
 EPOCH_HEADER = "diloco-epoch"
+PARTS_HEADER = "diloco-parts"
+"""On a PUT without a body: the digest of the frame whose parts the server has."""
 
 MOST_JSON_BYTES = 1 << 20
 LONG_POLL_SECONDS = 20.0
@@ -227,6 +229,15 @@ class Answer(Message):
     """The server had decided before and says so again."""
 
 
+class Having(Message):
+    """GET …/parts: what the server has of a frame."""
+
+    have: tuple[tuple[Count, Count], ...]
+    """Ranges of bytes, as (start, stop), in order, apart from each other."""
+    decided: Flag = False
+    """The frame needs no more bytes: its fate is on record."""
+
+
 def error_body(code: str, message: str, hint: str | None = None, **beside: Any) -> dict[str, Any]:
     """Builds the body of an error; `beside` are the keys next to `error`."""
     return {"error": {"code": code, "message": message, "hint": hint}, **beside}
@@ -260,6 +271,8 @@ JOIN = "/v1/regions/{region}/join"
 HEARTBEAT = "/v1/regions/{region}/heartbeat"
 CALLS = "/v1/regions/{region}/calls"
 CONTRIBUTION = "/v1/fragments/{fragment:int}/contributions/{region}/{base:int}-{clock:int}"
+PARTS = f"{CONTRIBUTION}/parts"
+PART = f"{PARTS}/{{start:int}}"
 FRAGMENT = "/v1/fragments/{fragment:int}"
 VERSION = "/v1/fragments/{fragment:int}/versions/{version:int}"
 
@@ -279,6 +292,24 @@ def calls_path(region: str, *, after: int, epoch: int, wait: float = LONG_POLL_S
 
 def contribution_path(fragment: int, region: str, base: int, clock: int) -> str:
     return f"/v1/fragments/{fragment}/contributions/{region}/{base}-{clock}"
+
+
+def parts_path(contribution: str, *, frame: str) -> str:
+    return f"{contribution}/parts?{urlencode({'frame': frame})}"
+
+
+def part_path(contribution: str, start: int, *, size: int, frame: str, digest: str) -> str:
+    query = urlencode({"size": size, "frame": frame, "digest": digest})
+    return f"{contribution}/parts/{start}?{query}"
+
+
+def check_value(crc: int) -> str:
+    """A part's digest, as it is written in its path.
+
+    It finds a part that was changed on its way, at once and for a tenth of the processor
+    time of SHA-256; what the parts amount to is settled by the frame's own SHA-256.
+    """
+    return f"crc32:{crc:08x}"
 
 
 def fragment_path(fragment: int, *, after: int = -1, wait: float = LONG_POLL_SECONDS) -> str:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.net.client import Fenced, Server
@@ -41,6 +42,8 @@ FINISH_SECONDS = 180.0
 """For a trainer to adopt and measure the final weights."""
 DRAIN_SECONDS = 10.0
 HEALTHY_SECONDS = 60.0
+TELL_SECONDS = 60.0
+"""Between two lines that say how far the region is."""
 PERMANENT: dict[int, type[DilocoError]] = {2: SpecError, 5: StoreError}
 """A trainer that ends with one of these would only do so again."""
 
@@ -109,6 +112,7 @@ class Agent:
         self.restarts = 0
         self._failures, self._since, self._again_at = 0, 0.0, 0.0
         self._finished_at: float | None = None
+        self._told_at: float | None = None
 
     def run(self, *, wait: float) -> int:
         """Joins and serves, as often as it is fenced; says the exit code."""
@@ -169,7 +173,19 @@ class Agent:
                         return self._leave(courier, "the run is finished")
             if courier.news.finished and self._is_late():
                 return self._leave(courier, "the run is finished")
+            self._say_how_it_goes(courier)
             self._pause(self._until_next_start())
+
+    def _say_how_it_goes(self, courier: Courier) -> None:
+        """Says a line when training begins, and one every minute from then on."""
+        # Until this trainer has spoken, the report in the mailbox is the last one's.
+        spoken = self.trainer and courier.state["training"] is None
+        now, said = time.monotonic(), self.mailbox.progress() if spoken else None
+        if not said or (self._told_at is None and not said.get("training")):
+            return
+        if self._told_at is None or now - self._told_at >= TELL_SECONDS:
+            first, self._told_at = self._told_at is None, now
+            self.say(f"training begins: {how_far(said)}" if first else how_far(said))
 
     def _until_next_start(self) -> float:
         """How long to sleep; the bell wakes us for everything but a pause that is over."""
@@ -189,6 +205,7 @@ class Agent:
 
         self._tell(courier, "starting the trainer")
         self._since = time.monotonic()
+        self._told_at = None
         self.trainer = TrainerProcess(self.argv, self.log, heard=heard, ended=self.bell.ring)
         if self.restarts:
             self.events.note("trainer-restarted", region=self.region, restarts=self.restarts)
@@ -201,6 +218,9 @@ class Agent:
         why = "" if code == 0 else f"{how_it_ended(code)}{f': {words}' if words else ''}"
         self.events.note("trainer-exited", region=self.region, code=code, why=why)
         if code in PERMANENT:
+            # The others need not wait for us, and who asks the server hears the reason.
+            self._tell(courier, words or why)
+            self._say_goodbye(courier)
             raise PERMANENT[code](words or f"The trainer ended with exit code {code}.", hint=hint)
         if code == 0 and courier.news.finished:
             return code
@@ -222,7 +242,7 @@ class Agent:
         """Stops the trainer, hands over what it has posted, says goodbye."""
         self.say(f"leaving: {why}")
         self._stop_trainer()
-        courier.state.update(training=False, why=None, restarts=self.restarts)
+        courier.state.update(training=False, why=why, restarts=self.restarts)
         courier.heard()
         deadline = time.monotonic() + DRAIN_SECONDS
         while courier.unsent() and time.monotonic() < deadline and not courier.trouble:
@@ -230,6 +250,10 @@ class Agent:
                 self.say("the server is out of reach; what is posted is sent at the next start")
                 break
             self._pause(0.1)
+        self._say_goodbye(courier)
+        return 0
+
+    def _say_goodbye(self, courier: Courier) -> None:
         report = courier.report(stopping=True)
         courier.close()
         try:
@@ -237,7 +261,6 @@ class Agent:
                 server.heartbeat(self.region, report)
         except DilocoError as error:
             self.say(f"left without a goodbye: {error.message}")
-        return 0
 
     def _pause(self, seconds: float) -> None:
         if self.bell.wait(seconds):
@@ -261,6 +284,21 @@ class Agent:
         """Ends the trainer at once; may be called from a signal handler."""
         if trainer := self.trainer:
             trainer.kill()
+
+
+def how_far(progress: Mapping[str, Any]) -> str:
+    """Says in one line what a trainer reports of itself."""
+    loss, speed = progress.get("loss"), progress.get("tokens_per_second")
+    versions = [each.get("version") for each in progress.get("fragments") or []]
+    return ", ".join(
+        (
+            f"step {progress.get('step')}",
+            f"loss {loss:.3f}" if loss is not None else "no loss yet",
+            f"{speed:.0f} tokens/s" if speed else "no pace yet",
+            f"versions {versions}",
+            str(progress.get("why") or "training"),
+        )
+    )
 
 
 def _say(text: str) -> None:

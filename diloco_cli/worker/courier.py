@@ -5,7 +5,8 @@
     upload      outbox ─▶ server         its answer ─▶ fate
     download    newer versions ─▶ image
 
-Four threads with a connection each. A server that is away stops none of them for good:
+Four threads with a connection each, and more of them for a long body: a link that is full
+of weights never makes a heartbeat wait. A server that is away stops none of them for good:
 they try again until it is back, and meanwhile the region trains on. What ends them is a
 new epoch, an answer a person has to look at, or the agent itself.
 """
@@ -145,7 +146,7 @@ class Courier:
 
     def _keep(self, name: str, act: Callable[[Server], None]) -> None:
         """Repeats one of the four duties until the courier is closed."""
-        server = self._connect(stop=self.closed, retry=Retry(tries=1))
+        server = self._connect(stop=self.closed, retry=Retry(tries=1), say=self._say)
         failures = 0
         while not self.closed.is_set():
             try:

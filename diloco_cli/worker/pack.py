@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from diloco_cli.wire.chunks import CHUNK, span_of
-from diloco_cli.wire.codec import NotFinite
+from diloco_cli.wire.codec import Codec, NotFinite, codecs
 from diloco_cli.wire.frame import Header, pack_bodies
 from diloco_cli.wire.quant import SCALE_FLOOR, Int4, Int8, Uniform, largest_scale
 
@@ -29,16 +29,17 @@ INFINITY = 0x7F800000
 Packable = Int4 | Int8 | Uniform
 
 
-def packable(codec: object) -> bool:
+def packable(codec: object) -> TypeGuard[Packable]:
     """Says whether bodies of this codec can be written on a device."""
     return isinstance(codec, Packable)
 
 
-def pack_on_device(header: Header, values: jax.Array, codec: Packable, *, level: int = 1) -> bytes:
+def pack_on_device(header: Header, values: jax.Array, *, level: int = 1) -> bytes:
     """Writes the frame that `pack` writes; only packed codes leave the device.
 
     Raises NotFinite where a value is NaN or infinite.
     """
+    codec = codecs.build(header.codec)
     spans = [span_of(place, header.size) for place in range(-(-header.size // CHUNK))]
     # All chunks are under way before the first one is waited for.
     begun = [body_of(codec, values[span]) for span in spans]
@@ -49,8 +50,10 @@ def pack_on_device(header: Header, values: jax.Array, codec: Packable, *, level:
     return pack_bodies(header, [np.asarray(body).data for body, _ in begun], level=level)
 
 
-def body_of(codec: Packable, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def body_of(codec: Codec, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Encodes a vector; gives its body and the place of the first NaN or infinity, or −1."""
+    if not packable(codec):
+        raise ValueError(f"{codec} is written on the host alone")
     last = values.size - (-(-values.size // codec.block) - 1) * codec.block
     return _compiled(codec)(values, np.float32(last))
 

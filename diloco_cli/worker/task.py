@@ -1,18 +1,20 @@
 """What one region has to do: its model, its text, its step.
 
-`prepare` turns the spec into these without looking at any folder, so that the trainer
-and a bare loop to measure it against do exactly the same work.
+`prepare` turns the spec into these without looking at any folder, and `set_up` makes a
+process fit to do it. A trainer and a bare loop to measure it against use both, so that
+they do exactly the same work under the same conditions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco_cli.core.fragments import Layout, cut
 from diloco_cli.spec.schema import InnerSpec, RunSpec
 from diloco_cli.worker.data import Stream, datasets, place_of
 from diloco_cli.worker.models import Model, models
-from diloco_cli.worker.step import Step, make_step
+from diloco_cli.worker.step import Step, keep_memory, limit_cores, make_step, use_compile_cache
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,14 @@ class Task:
     @property
     def alpha(self) -> float:
         return self.spec.sync.alpha
+
+
+def set_up(cores: Sequence[int] | None) -> None:
+    """Prepares this process for training; call it before JAX starts its threads."""
+    if cores:
+        limit_cores(cores)
+    keep_memory()
+    use_compile_cache()
 
 
 def prepare(spec: RunSpec, region: str) -> Task:

@@ -34,8 +34,7 @@ from diloco_cli.worker.inbox import LOOK_SECONDS, Inbox
 from diloco_cli.worker.mailbox import Fate, Mailbox
 from diloco_cli.worker.reporter import Reporter
 from diloco_cli.worker.standing import Place, stand
-from diloco_cli.worker.step import keep_memory, limit_cores, use_compile_cache
-from diloco_cli.worker.task import Task, prepare
+from diloco_cli.worker.task import Task, prepare, set_up
 
 CHECKPOINT_SECONDS = 20.0
 CHECKPOINT_COST = 50.0
@@ -53,10 +52,7 @@ def train(spec: RunSpec, region: str, folder: Path, *, cores: Sequence[int] | No
     The agent writes to our standard input when there is mail and hears of ours on our
     standard output. When our input ends the agent is gone, and so are we.
     """
-    if cores:
-        limit_cores(cores)
-    keep_memory()
-    use_compile_cache()
+    set_up(cores)
     bell = Bell()
     # Whoever signals the whole group signals us twice: once himself, once through the agent.
     # A trainer that hangs is killed by the agent, so asking again is not needed.

@@ -67,6 +67,13 @@ def test_a_fault_of_our_own_is_a_line_and_the_traceback_a_file(failing, capsys):
     kept.unlink()
 
 
+def test_too_little_memory_is_a_sentence(failing, capsys):
+    failing(MemoryError("Unable to allocate 4.00 TiB for an array"))
+    assert exit_code("validate", "run.yaml") == 1
+    said = capsys.readouterr().err
+    assert "not enough memory" in said and "4.00 TiB" in said and "fault of diloco" not in said
+
+
 def test_debug_shows_the_traceback(failing):
     failing(ZeroDivisionError("by nought"))
     with pytest.raises(ZeroDivisionError):

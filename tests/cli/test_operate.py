@@ -1,10 +1,14 @@
 """Commands answer wrong questions with a sentence, a hint and the documented exit code."""
 
+import contextlib
+import fcntl
+import http.server
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +17,7 @@ import pytest
 from diloco_cli.cli.app import main
 from diloco_cli.cli.folder import find, held, is_free, last_summary, runner_of, set_aside
 from diloco_cli.cli.goal import Goal, parse_goal
-from diloco_cli.errors import SpecError
+from diloco_cli.errors import LinkError, SpecError
 from diloco_cli.observe.events import EventLog
 
 SPEC = """
@@ -86,6 +90,8 @@ def test_a_worker_without_a_server_gives_up_after_its_patience(capsys):
 def test_regions_to_start_here_must_exist(capsys):
     code, _, said = diloco(capsys, "run", "run.yaml", "--regions", "left,rihgt")
     assert code == 2 and "Did you mean `right`?" in said
+    code, _, said = diloco(capsys, "run", "run.yaml", "--regions", "")
+    assert code == 2 and "names no region" in said and "left, right" in said
 
 
 @pytest.mark.parametrize("command", ["run", "serve", "work"])
@@ -99,7 +105,10 @@ def test_a_wrong_spec_stops_every_command_before_anything_starts(capsys, command
 # Goals
 
 
-@pytest.mark.parametrize("text", ["tokens", "tokens=", "miles=3", "steps=-1", "minutes=nan"])
+@pytest.mark.parametrize(
+    "text",
+    ["tokens", "tokens=", "miles=3", "steps=-1", "minutes=nan", "tokens=1.5", "steps=1e3"],
+)
 def test_a_goal_that_makes_no_sense_is_refused(capsys, text):
     code, _, said = diloco(capsys, "run", "run.yaml", "--until", text)
     assert code == 2 and f"--until {text}" in said and "minutes=10" in said
@@ -108,6 +117,8 @@ def test_a_goal_that_makes_no_sense_is_refused(capsys, text):
 def test_goals_are_reached_by_tokens_steps_or_minutes():
     status = {"tokens": {"applied": 1000}, "regions": [{"step": 10}, {"step": 30}]}
     assert parse_goal("tokens=1_000") == Goal("tokens", 1000)
+    assert str(parse_goal("tokens=40000")) == "tokens=40_000"
+    assert str(parse_goal("minutes=1.5")) == "minutes=1.5"
     assert Goal("tokens", 1000).reached(status, seconds=0)
     assert not Goal("tokens", 1001).reached(status, seconds=0)
     assert Goal("steps", 30).reached(status, seconds=0)
@@ -212,6 +223,96 @@ def test_an_unreachable_url_is_exit_code_4(capsys):
         assert (code, printed) == (4, "") and url in said and "hint:" in said
 
 
+class Pages(http.server.BaseHTTPRequestHandler):
+    """Some other program's web pages."""
+
+    body = b"<h1>hello</h1>"
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("content-length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def pages(kind):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class Object(Pages):
+    body = b'{"hello": "world"}'
+
+
+class Missing(Pages):
+    def do_GET(self):
+        self.send_error(404)
+
+
+@pytest.mark.parametrize("kind", [Pages, Object, Missing])
+def test_what_is_not_a_diloco_server_is_said_to_be_none(capsys, kind):
+    with pages(kind) as url:
+        code, printed, said = diloco(capsys, "status", url)
+    assert (code, printed) == (4, "")
+    assert f"What answers at {url} is not a diloco server." in said
+    assert "diloco status" not in said
+
+
+def test_a_server_that_is_away_is_waited_for_by_who_watches(capsys, monkeypatch):
+    training = {"state": "training", "tokens": {"applied": 1, "budget": 9}, "regions": []}
+    script = [training, LinkError("gone"), {**training, "state": "finished"}]
+
+    def answer(self, url):
+        told = script.pop(0)
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    monkeypatch.setattr("diloco_cli.cli.link.Asking.status", answer)
+    monkeypatch.setattr("diloco_cli.cli.visit.WATCH_SECONDS", 0.0)
+    code, printed, _ = diloco(capsys, "status", "--watch", "http://h:1")
+    lines = printed.splitlines()
+    assert code == 0 and lines[0].startswith("training |")
+    assert lines[1].startswith("server away (since ") and "Ctrl-C" in lines[1]
+    assert "finished" in lines[2]
+
+
+def test_a_regions_host_is_asked_for_the_url_of_the_server(capsys):
+    folder = a_run()
+    (folder / "server").rmdir()
+    (folder / "regions").mkdir()
+    for command in ("status", "stop", "pull"):
+        code, _, said = diloco(capsys, command, folder)
+        assert code == 4 and f"`diloco {command} URL`" in said and "DILOCO_SERVER" in said
+        assert "diloco run" not in said
+
+
+def test_a_killed_server_leaves_its_figures_in_the_run_log(capsys):
+    folder = a_run()
+    log = EventLog(folder / "events.jsonl", "server")
+    log.note("server-started", url="http://x", recovered=0)
+    log.note("evaluated", region="left", versions=[0], loss=5.5)
+    log.note("published", fragment=0, version=1, tokens=4096.0)
+    code, printed, _ = diloco(capsys, "status", folder)
+    assert code == 4 and "4096 of 100.0k" in printed and "5.500" in printed
+    assert "last heard of at" in printed
+
+
+def test_a_pipe_gets_lines_as_long_as_they_are(capsys, monkeypatch):
+    why = "waiting " * 30
+    told = {"state": "training", "regions": [{"name": "left", "alive": True, "why": why + "end"}]}
+    monkeypatch.setattr("diloco_cli.cli.link.Asking.status", lambda self, url: told)
+    _, printed, _ = diloco(capsys, "status", "http://h:1")
+    assert why + "end" in printed
+    assert [line for line in printed.splitlines() if line != line.rstrip()] == []
+
+
 def test_stopping_what_does_not_run_is_no_failure(capsys):
     code, _, said = diloco(capsys, "stop", a_run())
     assert code == 0 and "not running" in said
@@ -222,6 +323,10 @@ def test_pulling_from_a_run_that_never_began_says_so(capsys):
     assert code == 2 and "no weights yet" in said
     code, _, said = diloco(capsys, "pull", "runs/tiny", "--out", "no/such/w.safetensors")
     assert code == 2 and "no folder no/such" in said
+    code, _, said = diloco(capsys, "pull", "runs/tiny", "--out", "runs")
+    assert code == 2 and "runs is a folder" in said
+    code, _, said = diloco(capsys, "pull", "runs/tiny", "--out", "/proc/weights")
+    assert code == 5 and "/proc/weights cannot be written" in said and "--out" in said
 
 
 # diloco run, before it starts
@@ -250,6 +355,30 @@ def test_a_folder_is_run_once_at_a_time(capsys, extra):
     with held(Path("runs/tiny")):
         code, _, said = diloco(capsys, "run", "run.yaml", *extra)
     assert code == 2 and f"process {os.getpid()}" in said and "diloco status runs/tiny" in said
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "work"])
+@pytest.mark.parametrize("extra", [(), ("--fresh",)])
+def test_a_folder_of_something_else_is_left_alone(capsys, command, extra):
+    Path("photos").mkdir()
+    Path("photos/cat.jpg").touch()
+    asked = [command, "run.yaml", "--dir", "photos", *(extra if command == "run" else ())]
+    asked += ["--region", "left"] if command == "work" else []
+    code, _, said = diloco(capsys, *asked)
+    assert code == 2 and "cat.jpg" in said and "another --dir" in said
+    assert [path.name for path in Path("photos").iterdir()] == ["cat.jpg"]
+    code, _, said = diloco(capsys, "run", "run.yaml", "--dir", "run.yaml")
+    assert code == 2 and "run.yaml is a file" in said
+
+
+def test_a_second_server_of_a_folder_is_a_wrong_command(capsys):
+    folder = a_run()
+    with (folder / "server" / "lock").open("w") as lock:
+        lock.write("123\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, said = diloco(capsys, "serve", "run.yaml")
+    assert code == 2 and "in use by another server (process 123)" in said
 
 
 def test_a_folder_that_cannot_be_made_is_exit_code_5(capsys):

@@ -5,9 +5,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from diloco_cli.cli import measure
 from diloco_cli.cli.app import app
 from diloco_cli.cli.author import Format
 from diloco_cli.cli.rehearse import show
+from diloco_cli.errors import RunFailed
 
 KEYS = {"name", "value", "unit", "reference", "ratio", "goal", "met"}
 FIGURE = {
@@ -62,3 +64,38 @@ def test_a_worker_is_measured_beside_a_bare_loop():
     assert figure["value"] > 0 and figure["ratio"] == pytest.approx(
         figure["value"] / figure["reference"], rel=0.01
     )
+
+
+def test_a_figure_is_the_pair_with_the_median_ratio():
+    found = measure.figure([(95, 100), (45, 50), (99, 100), (10, 100)])
+    assert (found["value"], found["reference"], found["ratio"]) == (45, 50, 0.9)
+    assert not found["met"] and measure.figure([(95, 100)])["met"]
+
+
+def test_a_machine_that_changes_its_speed_does_not_change_the_ratio():
+    assert measure.figure([(90, 100), (45, 50), (180, 200)])["ratio"] == 0.9
+
+
+def test_a_worker_faster_than_its_own_limit_is_not_believed():
+    with pytest.raises(RunFailed, match=r"1\.45 times as fast"):
+        measure.figure([(145, 100)])
+
+
+def test_both_sides_prepare_their_process_the_same_way(monkeypatch):
+    """The bare loop once lacked a setting of the trainer: the limit was a third too low."""
+    import diloco_cli.worker.task as task
+    import diloco_cli.worker.trainer as trainer
+
+    class Enough(Exception):
+        pass
+
+    def set_up(cores):
+        raise Enough(list(cores))
+
+    monkeypatch.setattr(task, "set_up", set_up)
+    monkeypatch.setattr(trainer, "set_up", set_up)
+    spec = measure._spec()
+    with pytest.raises(Enough, match="1"):
+        measure._loop(None, spec, [1])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(Enough, match="1"):
+        trainer.train(spec, "bench", measure.Path("nowhere"), cores=[1])

@@ -186,8 +186,12 @@ def test_a_server_that_cannot_start_gives_its_reason_and_its_code(run_of):
 
 def test_workers_that_can_never_start_end_the_run_with_their_code(run_of):
     broken = saying(2, "error: data.files: no file matches 'x'.\n\nhint: look\n")
+    run = run_of(workers={"left": broken, "right": broken})
     with pytest.raises(SpecError, match="no file matches"):
-        run_of(workers={"left": broken, "right": broken}).conduct()
+        run.conduct()
+    summary = run.summary()
+    assert summary["state"] == "stopped" and "no file matches 'x'" in summary["why"]
+    assert "no file matches" in summary["regions"]["left"]["failed"]
 
 
 def test_one_lost_region_is_fatal_only_below_the_quorum(run_of, tmp_path):
@@ -201,8 +205,11 @@ def test_one_lost_region_is_fatal_only_below_the_quorum(run_of, tmp_path):
             lambda: (tmp_path / "state").write_text("finished"),
         )
     )
-    assert run_of(workers={"left": broken}, quorum=1).conduct() == 0
+    run = run_of(workers={"left": broken}, quorum=1)
+    assert run.conduct() == 0
     beside.join()
+    assert "left: failed (the checkpoint is damaged)" in spoken(run)
+    assert run.summary()["regions"]["left"]["failed"] == "the checkpoint is damaged"
 
 
 def test_a_worker_that_dies_again_and_again_is_given_up(run_of):
@@ -215,7 +222,7 @@ def test_regions_elsewhere_keep_a_run_alive(run_of):
     leave = saying(0, "")
     run = run_of(workers={"left": leave}, elsewhere=1, goal=Goal("steps", 1))
     assert run.conduct() == 0
-    assert "steps=1 reached" in spoken(run)
+    assert "reached --until steps=1; stopping" in spoken(run)
 
 
 def test_when_everybody_has_left_the_run_does_not_wait_for_ever(run_of):
@@ -231,6 +238,7 @@ def test_one_signal_stops_in_good_order(run_of, tmp_path, number):
     assert run.conduct() == 128 + number
     beside.join()
     assert run.summary()["state"] == "stopped"
+    assert run.summary()["why"] == f"{signal.Signals(number).name} received"
 
 
 def test_a_second_signal_kills_at_once(run_of, tmp_path):
@@ -257,6 +265,7 @@ def test_a_goal_stops_the_run_and_that_is_a_success(run_of):
     run = run_of(goal=Goal("tokens", 10))
     assert run.conduct() == 0
     assert run.summary()["state"] == "stopped"
+    assert run.summary()["why"] == "reached --until tokens=10"
 
 
 def test_a_folder_that_cannot_be_written_is_said_to_be_so(run_of, tmp_path):

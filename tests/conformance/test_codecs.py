@@ -21,7 +21,7 @@ def through(kind: str, values: np.ndarray) -> np.ndarray:
 
 
 @every_codec
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(values=arrays)
 def test_decoding_restores_the_size_and_stays_finite(kind, values):
     restored = through(kind, values)
@@ -59,7 +59,7 @@ def test_what_is_no_number_is_refused_by_its_place(kind, place, value):
 
 
 @every_codec
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_no_body_whatsoever_decodes_to_something_that_is_no_number(kind, data):
     codec = codecs.build({"kind": kind})
@@ -71,6 +71,28 @@ def test_no_body_whatsoever_decodes_to_something_that_is_no_number(kind, data):
     except WireError:
         return
     assert restored.size == size and np.isfinite(restored).all()
+
+
+@every_codec
+@settings(deadline=None, max_examples=40)
+@given(values=arrays)
+def test_sending_what_is_left_brings_the_rest_nearer(kind, values):
+    """What one frame leaves out goes with the next; no codec may make it grow for ever."""
+    moderate = np.clip(values, -1e30, 1e30)
+    left, length = moderate.copy(), np.linalg.norm(moderate.astype(np.float64))
+    for _ in range(4):
+        left = left - through(kind, left)
+    assert np.linalg.norm(left.astype(np.float64)) <= length * (1 + 1e-6) + 1e-30
+
+
+@every_codec
+@pytest.mark.parametrize("extremes", [[LARGEST, -LARGEST], [1e-45, -1e-45], [LARGEST, 1e-45, 0.0]])
+def test_the_largest_and_the_smallest_numbers_stay_numbers(kind, extremes):
+    values = np.tile(np.array(extremes, np.float32), 700)
+    restored = through(kind, values)
+    assert np.isfinite(restored).all()
+    assert (restored.astype(np.float64) * values >= 0).all(), "a sign flipped"
+    assert np.abs(restored).max() <= np.float32(LARGEST)
 
 
 @every_codec

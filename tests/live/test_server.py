@@ -233,6 +233,25 @@ def test_httpx_speaks_http2_with_prior_knowledge(running):
         assert client.get(f"{running}/healthz").http_version == "HTTP/2"
 
 
+def test_a_client_that_sleeps_does_not_hold_the_listener(tmp_path):
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def main() -> None:
+        taken = bind("127.0.0.1:0")
+        url = url_of(taken)
+        listener = Listener(app, taken)
+        await listener.start()
+        with httpx.Client(http1=False, http2=True) as client:
+            assert (await asyncio.to_thread(client.get, url)).status_code == 200
+            await listener.end()
+            assert listener._serving and listener._serving.done()
+            assert not listener._serving.cancelled()
+
+    asyncio.run(main())
+
+
 def test_a_taken_port_is_a_sentence_and_exit_code_2(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -411,10 +430,11 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed_again_and_again(
         for driver in drivers:
             driver.start()
         for _ in range(kills):
-            seen = sum(len(driver.acknowledged) for driver in drivers)
+            # Only one frame of a region and fragment waits, so these need rounds to be merged.
+            enough = sum(len(driver.acknowledged) for driver in drivers) + 3
             until = time.monotonic() + rng.uniform(0.05, 0.4)
             while (
-                sum(len(driver.acknowledged) for driver in drivers) <= seen
+                sum(len(driver.acknowledged) for driver in drivers) < enough
                 or time.monotonic() < until
             ):
                 assert not any(driver.wrong for driver in drivers), [d.wrong for d in drivers]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import socket
+import struct
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -163,6 +166,35 @@ def test_nobody_there_is_a_sentence_with_a_hint(bulk, patience):
         link.call("GET", "/", everything)
     assert refusal.value.hint == "Is the server up? Try `diloco status http://127.0.0.1:1`."
     assert len(patience.pauses) == 2
+    link.close()
+
+
+@pytest.fixture
+def breaker() -> Iterator[str]:
+    """Where every connection is reset as soon as something is said."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    caller, _ = listener.accept()
+                    caller.recv(1000)
+                    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    caller.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
+def test_a_connection_that_broke_is_not_one_that_could_not_be_made(
+    breaker, patience, bulk, carrier
+):
+    link = Link(breaker, bulk=bulk, carrier=carrier, stop=patience, retry=Retry(tries=1))
+    with pytest.raises(LinkError, match=r"The connection to .* broke") as refusal:
+        link.call("PUT", "/up", everything, body=BIG)
+    assert isinstance(refusal.value.__cause__, httpx.RequestError)
     link.close()
 
 

@@ -88,12 +88,33 @@ def test_the_run_log_alone_tells_the_last_known_state():
         at("server-started", url="http://127.0.0.1:1"),
         at("joined", region="paris"),
         at("joined", region="tokyo"),
-        at("published", fragment=0, version=1),
+        at("evaluated", loss=5.5),
+        at("accepted", region="paris", bytes=300),
+        at("accepted", region="tokyo", bytes=200),
+        at("published", fragment=0, version=1, tokens=4096.0),
         at("evaluated", loss=2.5),
         at("lapsed", region="tokyo"),
+        at("left", region="paris"),
+        at("lapsed", region="paris"),
         at("run-stopped", why="asked"),
     ]
     known = last_known(log)
     assert known["state"] == "stopped" and known["outer_steps"] == 1
-    assert known["loss"]["heldout"] == 2.5
-    assert known["regions"] == {"paris": "joined", "tokyo": "lapsed"}
+    assert known["loss"] == {"first": 5.5, "heldout": 2.5, "best": 2.5}
+    assert known["tokens"]["applied"] == 4096 and known["wire"]["bytes_up"] == 500
+    assert known["regions"] == {"paris": "left", "tokyo": "lapsed"}
+
+
+def test_the_log_of_a_restarted_server_counts_on():
+    def at(kind, seconds, **fields):
+        return Event(kind, "server", 5.0, seconds, fields)
+
+    log = [
+        at("server-started", 0.0, recovered=0),
+        at("published", 9.0, fragment=0, version=1),
+        at("server-started", 0.5, recovered=2),
+        at("published", 3.0, fragment=0, version=3),
+    ]
+    known = last_known(log)
+    assert known["outer_steps"] == 3, "one was published but not noted before the crash"
+    assert known["wall_seconds"] == 12.0

@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from diloco_cli.observe.terminal import Progress, plain_line, status_view, summary_view
+from diloco_cli.observe.dashboard import page
+from diloco_cli.observe.terminal import Progress, display, plain_line, status_view, summary_view
 
 STATUS = {
     "run": "r1",
@@ -94,6 +95,40 @@ def test_a_lonely_region_is_called_lonely():
     assert "alone" not in plain_line({**STATUS, "regions": alone, "tokens": drained})
     starting = [STATUS["regions"][0], {"name": "right", "alive": True, "step": 0}]
     assert "training alone" not in plain_line({**STATUS, "regions": starting})
+
+
+@pytest.mark.parametrize("state", ["waiting", "training"])
+def test_trouble_is_shown_wherever_the_run_is_shown(state):
+    troubled = {**STATUS, "state": state, "trouble": "runs/x needs 67 free bytes and has 3."}
+    alarm = "! runs/x needs 67 free bytes and has 3."
+    assert alarm in drawn(status_view(troubled))
+    assert alarm in plain_line(troubled)
+    assert alarm in page(troubled)
+
+
+def test_figures_are_not_wrapped_in_a_window_of_80_columns():
+    tokens = {"budget": 4_000_000, "applied": 1_000_000, "pending": 598_000, "discarded": 99_000}
+    lines = drawn(status_view({**STATUS, "tokens": tokens}), 80).splitlines()
+    assert "held-out loss 2.750 · outer steps 12 · goodput 97%" in [each.rstrip() for each in lines]
+    second = "bits/param 3.15 up, 6.20 down · 598.0k pending · 99.0k discarded"
+    assert second in [each.rstrip() for each in lines]
+
+
+def test_a_file_gets_whole_lines_and_no_padding():
+    console = Console(file=io.StringIO(), width=40)
+    display(status_view(STATUS), console)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "waiting for version 7 of fragment 3 (2 restarts)\n" in told
+    assert "25%, 1.00M of 4.00M tokens\n" in told and " \n" not in told
+
+
+def test_a_region_that_failed_says_why_and_what_it_gave():
+    failed = {**STATUS["regions"][0], "failed": "no file matches 'x'", "alive": False}
+    assert "failed: no file matches 'x'" in drawn(status_view({**STATUS, "regions": [failed]}))
+    regions = {"right": {"failed": "no file matches 'x'", "applied": 81920.0}, "left": {}}
+    told = drawn(summary_view({"state": "finished", "why": "done", "regions": regions}))
+    assert "finished: done" in told
+    assert "failed: no file matches 'x'; it gave 81.9k tokens" in told
 
 
 def lines_of(progress):

@@ -30,6 +30,9 @@ def test_sizes_and_shares():
     "region, word",
     [
         ({}, "away"),
+        ({"left": True}, "left"),
+        ({"done": True}, "done"),
+        ({"done": True, "failed": "no data"}, "failed"),
         ({"alive": True}, "idle"),
         ({"alive": True, "training": True}, "training"),
         ({"alive": True, "training": True, "contributing": True}, "contributing"),

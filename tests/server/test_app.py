@@ -22,6 +22,7 @@ from diloco_cli.server import intake
 from diloco_cli.server.api import CALLS
 from diloco_cli.server.app import make_app
 from diloco_cli.server.durable import DiskFull
+from diloco_cli.server.tail import tail
 from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.frame import most_bytes, open_frame, pack, read_chain
 from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, contribution_path
@@ -371,15 +372,17 @@ async def test_a_payload_that_one_answer_gives_up_stays_for_the_other(tmp_path, 
             nonlocal calls
             calls += 1
             if calls == 2:
-                gate.set()
                 return Foreign("a rival was faster")
             await gate.wait()
-            await asyncio.sleep(0.1)  # The other one cleans up meanwhile.
             return await real(receipt, **said)
 
         monkeypatch.setattr(bench.server, "submit", submit)
-        answers = await asyncio.gather(put(client, frame), put(client, frame))
-        assert sorted(answer.status_code for answer in answers) == [201, 409]
+        first = asyncio.create_task(put(client, frame))
+        while not calls:
+            await asyncio.sleep(0)
+        assert (await put(client, frame)).status_code == 409
+        gate.set()
+        assert (await first).status_code == 201
         assert bench.state.store.payloads() == {open_frame(frame).digest}
 
 
@@ -533,40 +536,53 @@ async def test_after_the_end_new_requests_are_turned_away_and_waiting_ones_relea
     async with served(tmp_path) as (bench, client):
         await bench.join()
         waiting = asyncio.create_task(client.get("/v1/fragments/0?after=0&wait=60"))
-        await asyncio.sleep(0)
-        while bench.state.closed is False:
-            bench.state.close()
-        assert (await waiting).status_code in (204, 503)
+        app: Any = client._transport.app  # type: ignore[attr-defined]
+        while not app.under_way:
+            await asyncio.sleep(0)
+        bench.state.close()
+        assert (await waiting).status_code == 204
         late = await client.get("/v1/status")
         assert late.status_code == 503 and late.headers["retry-after"] == "5"
         assert error(late)["code"] == "closing"
 
 
+async def told(stream: AsyncIterator[bytes], count: int) -> list[str]:
+    """The first events of a stream."""
+    found: list[str] = []
+    async for text in stream:
+        found += [each for each in text.decode().split("\n\n") if "data: " in each]
+        if len(found) >= count:
+            return found
+    return found
+
+
 @in_a_loop
-async def test_events_are_streamed_and_resumed_by_id(tmp_path):
-    log = EventLog(tmp_path / "events.jsonl", "server")
+async def test_events_are_streamed_and_resumed_by_id(tmp_path, monkeypatch):
+    monkeypatch.setattr("diloco_cli.server.tail.LOOK_SECONDS", 0.01)
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, "server")
     for number in range(3):
         log.note("note", why=f"number {number}")
+    async with served(tmp_path) as (bench, client):
+        everything = await told(tail(path, 0, bench.state), 3)
+        assert ["number 0" in everything[0], "number 2" in everything[2]] == [True, True]
+        after = int(everything[0].splitlines()[0].removeprefix("id: "))
+        assert await told(tail(path, after, bench.state), 2) == everything[1:]
+        inside = await told(tail(path, after - 3, bench.state), 2)
+        assert inside == everything[1:], "half a line is left out"
 
-    async def read(client: httpx.AsyncClient, bench: Bench, **headers: str) -> list[str]:
-        bench.state.closed = False
-        asked = asyncio.create_task(client.get("/v1/events", headers=headers))
-        await asyncio.sleep(0.3)
+        fresh = tail(path, None, bench.state)
+        assert await anext(fresh) == b": diloco events\n\n"
+        log.note("note", why="news")
+        assert "news" in (await told(fresh, 1))[0]
+
+        asked = asyncio.create_task(client.get("/v1/events", headers={"last-event-id": "0"}))
+        app: Any = client._transport.app  # type: ignore[attr-defined]
+        while not app.under_way:
+            await asyncio.sleep(0)
         bench.state.close()
         answer = await asked
         assert answer.headers["content-type"].startswith("text/event-stream")
-        return answer.text.split("\n\n")
-
-    async with served(tmp_path) as (bench, client):
-        everything = await read(client, bench, **{"last-event-id": "0"})
-        told = [each for each in everything if "data: " in each]
-        assert ["number 0" in told[0], "number 2" in told[2]] == [True, True]
-        after = told[0].splitlines()[0].removeprefix("id: ")
-        rest = await read(client, bench, **{"last-event-id": after})
-        assert [each for each in rest if "data: " in each] == told[1:]
-        assert not any("data: " in each for each in await read(client, bench))
-        inside = str(int(after) - 3)
-        assert [e for e in await read(client, bench, **{"last-event-id": inside}) if "data" in e]
     log.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from rig import Bench, close_server, in_a_loop, kill_server, open_server, replay
 
 from diloco_cli.errors import StoreError
 from diloco_cli.server import merging
+from diloco_cli.server.merging import next_version
 from diloco_cli.server.store import PayloadLost
 
 
@@ -74,6 +76,22 @@ async def test_the_order_of_arrival_does_not_touch_a_bit(tmp_path):
         digests.append(bench.digests())
         await close_server(bench.server)
     assert digests[1:] == digests[:-1]
+
+
+@in_a_loop
+async def test_members_are_merged_in_the_order_of_their_names(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    for name in bench.regions:
+        await bench.send(name)
+    receipts = list(bench.state.ledger.slots[0].waiting.values())
+    old, fragment = bench.state.weights.newest[0], bench.recipe.layout.fragments[0]
+    digests = set()
+    for order in itertools.permutations(receipts):
+        made = next_version(bench.recipe, bench.state.store, old, fragment, order, drain=False)
+        assert isinstance(made, tuple) and made[0].members == ("iowa", "paris", "tokyo")
+        digests.add(made[0].state.digest)
+    assert len(digests) == 1
 
 
 def dying(calls: dict[str, int], target: Any, name: str, *, after: bool) -> Callable[..., Any]:
@@ -275,19 +293,24 @@ async def test_nothing_is_acknowledged_before_it_is_flushed(tmp_path, monkeypatc
 async def test_a_retry_during_the_flush_waits_for_it_too(tmp_path, monkeypatch):
     bench = Bench(tmp_path)
     await bench.join()
-    import threading
-
     flush, journal = threading.Event(), bench.state.store.journal
     real: Any = journal.sync
     monkeypatch.setattr(journal, "sync", lambda: (flush.wait(), real()))
     frame = bench.regions["paris"].frame(0)
-    first = asyncio.create_task(bench.send("paris", data=frame))
-    second = asyncio.create_task(bench.send("paris", data=frame))
-    beat = asyncio.create_task(bench.beat("paris"))
-    done, _ = await asyncio.wait({first, second, beat}, timeout=0.1)
-    assert not done
-    flush.set()
-    await asyncio.gather(first, second, beat)
+    asked = [
+        asyncio.create_task(each)
+        for each in (
+            bench.send("paris", data=frame),
+            bench.send("paris", data=frame),
+            bench.beat("paris"),
+        )
+    ]
+    try:
+        done, _ = await asyncio.wait(asked, timeout=0.1)
+        assert not done
+    finally:
+        flush.set()
+    await asyncio.gather(*asked)
 
 
 @in_a_loop

@@ -53,6 +53,18 @@ def test_every_number_python_writes_is_read_back(number: float):
     assert scalar(repr(number)) == number
 
 
+@pytest.mark.parametrize(
+    "text, column",
+    [("a:\n\tb: 1\n", 1), ("a:\n  b: 1\n \tc: 2\n", 2)],
+)
+@pytest.mark.parametrize("loader", ["CSafeLoader", "SafeLoader"])
+def test_a_tab_is_called_a_tab(monkeypatch: pytest.MonkeyPatch, text: str, column: int, loader):
+    monkeypatch.setattr(nodes, "_LOADER", getattr(yaml, loader))
+    (flaw,) = read(text, "run.yaml").flaws
+    assert flaw.message == "is a tab; YAML wants spaces"
+    assert flaw.mark.column == column
+
+
 def test_quotes_keep_a_number_text():
     assert read("a: '7'\nb: 7", "run.yaml").data == {"a": "7", "b": 7}
 

@@ -41,6 +41,12 @@ def test_a_budget_below_one_round_is_refused(tokens: int, fits: bool):
     assert [problem.key for problem in found] == ([] if fits else ["budget.tokens"])
 
 
+def test_a_budget_beyond_counting_is_refused():
+    found = the_problem(with_line("4_000_000", str(10**18 + 1)))
+    assert found.key == "budget.tokens" and "1,000,000,000,000,000,001" in found.message
+    assert problems(with_line("4_000_000", str(10**18))) == []
+
+
 def test_the_cheapest_round_counts_the_regions_with_the_smallest_batches():
     small = with_line("{name: tokyo}", "{name: tokyo, inner: {batch: 2}}")
     assert problems(small, "budget.tokens=6144") == []

@@ -1,6 +1,6 @@
-"""Writes frame-v1-*.frame. Only ever run for a new frame version, never to make a test pass.
+"""Writes the frame-v1-*.frame that are not there yet: for a new kind, never to make a test pass.
 
-python tests/golden/make_frames.py
+python tests/wire/golden_frames.py
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ CODECS = {
     "int8": {"kind": "int8", "block": 512},
     "int4": {"kind": "int4", "block": 512},
     "int4-64": {"kind": "int4", "block": 64},
+    "uniform": {"kind": "uniform", "block": 512, "step": 1.0},
+    "sign": {"kind": "sign", "block": 512},
+    "sparse": {"kind": "sparse", "block": 512, "density": 0.03},
 }
 
 
@@ -58,4 +61,5 @@ def path(name: str) -> Path:
 
 if __name__ == "__main__":
     for name in CODECS:
-        path(name).write_bytes(pack(golden_header(name), golden_values()))
+        if not path(name).exists():
+            path(name).write_bytes(pack(golden_header(name), golden_values()))

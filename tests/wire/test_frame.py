@@ -126,7 +126,7 @@ def test_bytes_after_the_frame_are_noticed(more):
         open_frame(honest() + more)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_bytes_changed_in_many_places_are_noticed(data):
     frame = bytearray(honest())
@@ -138,7 +138,7 @@ def test_bytes_changed_in_many_places_are_noticed(data):
             open_frame(bytes(frame))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_no_frame(data):
     with pytest.raises(WireError):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import zstandard
 from golden_frames import CODECS, SIZE, golden_header, golden_values, path
-from stranger import read_frame
+from stranger import decode, read_frame
 
 from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.frame import open_frame, pack, vector_digest
@@ -20,6 +20,9 @@ DECODED = {
     "int8": "078aeccdbe8de04ae884a58ffb10f8791f4c9778ce2697264c87e87f8775f6ee",
     "int4": "487cb4107bf398cac0972014c8e6f23c884c1055b2dd0937f0af47258d0a9836",
     "int4-64": "c2ab1abf96550bc9fb5697b4c7f0e0f46f7c6027f259a8b7cd453aa45e953dd5",
+    "uniform": "8c8c6f27ca1a33101b368ff731e1561663f7b3fdd08564dcdaef0524d2cd0b5c",
+    "sign": "d9e4aa73b2a92191470d8c5ae00005982dfa3d434d37f3c07b6be8de30277c46",
+    "sparse": "eaba709940b36602e60c187ff19048ce5c64eaddf00ac0effc4d479d887c7d64",
 }
 every_file = pytest.mark.parametrize("name", CODECS)
 
@@ -48,6 +51,14 @@ def test_bodies_and_header_are_still_written_to_the_byte(name):
     body = zstandard.ZstdDecompressor().decompress(compressed)
     assert codecs.build(CODECS[name]).encode(golden_values()) == body
     assert write_header(golden_header(name), list(frame.lengths)) in data
+
+
+@pytest.mark.parametrize("kind", codecs.kinds())
+def test_the_page_has_the_right_defaults(kind):
+    values = golden_values()
+    body = codecs.build({"kind": kind}).encode(values)
+    restored = codecs.build({"kind": kind}).decode(body, SIZE)
+    np.testing.assert_array_equal(np.array(decode({"kind": kind}, body, SIZE)), restored)
 
 
 @every_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -110,6 +111,26 @@ def test_a_trainer_that_cannot_be_mended_ends_the_agent_with_its_words(agent, co
     assert (outcome.message, outcome.hint) == ("the sky is falling", "hold it up")
 
 
+def test_a_region_that_is_out_for_good_says_goodbye_with_the_reason(agent, counter):
+    running = agent(first="sys.stderr.write('error: no data here.\\n'); sys.exit(2)")
+    assert isinstance(running.ended(), SpecError)
+    last = counter.heartbeats[-1]
+    assert last.stopping and last.why == "no data here."
+
+
+def test_it_says_when_training_begins_and_then_every_so_often(
+    agent, counter, said, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("diloco_cli.worker.agent.TELL_SECONDS", 0.0)
+    told = {"step": 7, "training": True, "loss": 2.5, "tokens_per_second": 99.6, "why": "training"}
+    told |= {"fragments": [{"version": 3, "steps": 1.0}, {"version": 4, "steps": 1.0}]}
+    report = tmp_path / "regions" / "paris" / "progress.json"
+    agent(first=f"open({str(report)!r}, 'w').write({json.dumps(told)!r})")
+    line = "step 7, loss 2.500, 100 tokens/s, versions [3, 4], training"
+    counter.wait_for(lambda: line in said)
+    assert said.index(f"training begins: {line}") < said.index(line)
+
+
 def test_mail_rings_at_the_trainer(agent, counter, tmp_path):
     heard = tmp_path / "heard"
     agent(on_mail=f"open({str(heard)!r}, 'ab').write(data)")
@@ -162,11 +183,14 @@ def test_a_fenced_agent_stops_its_trainer_and_joins_again(agent, counter):
 
 CHILD = "import os, sys; sys.stdout.write('x'); sys.stdout.flush(); os.read(0, 1)"
 PARENT = """
-import os, sys
+import sys, threading
 from pathlib import Path
 from diloco_cli.worker.process import TrainerProcess
+up = threading.Event()
 trainer = TrainerProcess([sys.executable, "-S", "-c", sys.argv[1]], Path(sys.argv[2]),
-                         heard=lambda _: print(trainer.pid, flush=True), ended=lambda: None)
+                         heard=lambda _: up.set(), ended=lambda: None)
+up.wait(60)
+print(trainer.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -178,13 +202,10 @@ def test_a_trainer_does_not_outlive_an_agent_that_was_killed(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert parent.stdin and parent.stdout
-    pid = int(parent.stdout.readline())
-    handle = os.pidfd_open(pid)
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    parent.stdin.close()
-    parent.stdout.close()
+    with parent:
+        assert parent.stdout
+        handle = os.pidfd_open(int(parent.stdout.readline()))
+        parent.send_signal(signal.SIGKILL)
     assert select.select([handle], [], [], 20)[0], "the trainer is still there"
     os.close(handle)
 

@@ -74,7 +74,7 @@ def test_so_are_those_of_many_values(codec):
 def test_frames_are_those_of_the_host(codec):
     values = np.random.default_rng(2).standard_normal(CHUNK + 999, np.float32)
     said = header(codec, values.size)
-    packed = pack_on_device(said, jnp.asarray(values), codecs.build(codec))
+    packed = pack_on_device(said, jnp.asarray(values))
     assert packed == pack(said, values)
 
 
@@ -85,7 +85,7 @@ def test_a_value_that_is_no_number_is_refused_by_its_place(place, value):
     values[[place, CHUNK + 900]] = value
     codec = {"kind": "int4", "block": 512}
     with pytest.raises(NotFinite, match=f"Value {place} is {value}"):
-        pack_on_device(header(codec, values.size), jnp.asarray(values), codecs.build(codec))
+        pack_on_device(header(codec, values.size), jnp.asarray(values))
 
 
 def test_kinds_that_stay_on_the_host_are_told_apart():
@@ -94,6 +94,8 @@ def test_kinds_that_stay_on_the_host_are_told_apart():
         "int8",
         "uniform",
     ]
+    with pytest.raises(ValueError, match="on the host alone"):
+        body_of(codecs.build({"kind": "sparse"}), jnp.zeros(5))
 
 
 def test_bodies_of_another_length_are_a_callers_mistake():

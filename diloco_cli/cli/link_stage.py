@@ -1,0 +1,163 @@
+"""A real server with one fragment of any size, in a process of its own, and a region to use it.
+
+For measuring and testing transfers: the routes, the store and the checks are those of every
+run; only the model is made up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diloco_cli.core.fragments import Tensor, cut
+from diloco_cli.core.merge import merge_rules
+from diloco_cli.core.outer import outer_optimisers
+from diloco_cli.errors import RunFailed
+from diloco_cli.net.client import Server
+from diloco_cli.server.recipe import Recipe
+from diloco_cli.spec.schema import RunSpec
+from diloco_cli.wire.codec import codecs
+from diloco_cli.wire.frame import Header, pack
+
+REGIONS = ("here", "there")
+START_SECONDS = 120.0
+
+
+def made_up(values: int, up: dict[str, Any], listen: str = "127.0.0.1:0") -> Recipe:
+    """A run of one fragment of so many values that never ends by itself."""
+    spec = RunSpec.model_validate(
+        {
+            "spec": 1,
+            "name": "link",
+            "budget": {"tokens": 10**12},
+            "inner": {"batch": 4, "sequence": 8},
+            "regions": [{"name": name} for name in REGIONS],
+            # One region alone is no quorum: what it sends is taken in and stays.
+            "sync": {"fragments": 1, "every": 6, "quorum": 2},
+            "wire": {"up": up},
+            "outer": {"kind": "sgd", "lr": 1.0},
+            "server": {"listen": listen, "lease": 600.0},
+        }
+    )
+    return Recipe(
+        spec=spec,
+        layout=cut((Tensor("w", (values,)),), 1),
+        up=codecs.build(spec.wire.up),
+        merge=merge_rules.build(spec.merge),
+        outer=outer_optimisers.build(spec.outer),
+        spec_digest=hashlib.sha256(str(values).encode()).hexdigest(),
+        settings={"name": spec.name},
+    )
+
+
+@dataclass
+class Stage:
+    """The running server, as far as a client needs to know it."""
+
+    recipe: Recipe
+    folder: Path
+    process: Any
+    clock: int = 0
+    epoch: int = field(default=0)
+
+    @property
+    def url(self) -> str:
+        """Where the server is; waits until it listens."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                said = json.loads((self.folder / "server" / "address.json").read_bytes())
+                if said["pid"] == self.process.pid:
+                    return said["url"]
+            if not self.process.is_alive() or time.monotonic() > deadline:
+                raise RunFailed("The server of the measurement did not start.")
+            time.sleep(0.01)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def join(self, server: Server) -> None:
+        """Speaks for the first region from now on."""
+        server.run()
+        digests = {
+            "spec_digest": self.recipe.spec_digest,
+            "layout_digest": self.recipe.layout.digest,
+        }
+        self.epoch = server.join(REGIONS[0], owner="o", boot=1, **digests).epoch
+
+    def frame(self, run: str, *, clock: int | None = None, seed: int = 0) -> bytes:
+        """A contribution of random values, as the region's trainer would post it."""
+        if clock is None:
+            self.clock += 1
+        size = self.recipe.sizes[0]
+        values = np.random.default_rng(seed).normal(size=size).astype(np.float32)
+        header = Header(
+            kind="contribution",
+            run=run,
+            layout=self.recipe.layout.digest,
+            fragment=0,
+            size=size,
+            codec=self.recipe.spec.wire.up,
+            base=0,
+            version=0,
+            region=REGIONS[0],
+            clock=self.clock if clock is None else clock,
+            tokens=192.0,
+            steps=6.0,
+        )
+        return pack(header, 0.01 * values)
+
+    def restart(self) -> None:
+        """Kills the server, without a goodbye, and starts it again on the same port."""
+        self.process.kill()
+        self.process.join()
+        self.process = _started(self.recipe, self.folder)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@contextlib.contextmanager
+def stage(values: int, up: dict[str, Any] | None = None) -> Iterator[Stage]:
+    """A server with one fragment of `values` values, until the block ends."""
+    recipe = made_up(values, up or {"kind": "fp32"})
+    with tempfile.TemporaryDirectory(prefix="diloco-link-") as name:
+        folder = Path(name)
+        running = Stage(recipe, folder, _started(recipe, folder))
+        try:
+            yield running
+        finally:
+            running.stop()
+
+
+def _started(recipe: Recipe, folder: Path) -> Any:
+    context = multiprocessing.get_context("spawn")
+    size, up = recipe.sizes[0], recipe.spec.wire.up
+    process = context.Process(target=_serve, args=(size, up, str(folder)), daemon=True)
+    process.start()
+    return process
+
+
+def _serve(values: int, up: dict[str, Any], folder: str) -> None:
+    from diloco_cli.server.serve import serve
+
+    with open(Path(folder) / "log", "ab") as log:
+        os.dup2(log.fileno(), 2)
+
+    def initial() -> dict[str, np.ndarray]:
+        return {"w": np.random.default_rng(1).normal(size=values).astype(np.float32)}
+
+    serve(made_up(values, up), Path(folder), initial)

@@ -1,0 +1,233 @@
+"""Frames that arrive in parts, in any order, over several connections, with interruptions.
+
+    PUT …/parts/{start}   bytes at their place in a draft, counted once their digest is right
+    GET …/parts           which ranges of bytes are there
+    PUT …                 with `diloco-parts` and no body: the frame is complete, decide
+
+A region has one draft for each fragment at most, never longer than the fragment's longest
+frame, so what the server keeps is bounded by the model and the regions. A part that is
+sent again changes nothing. Drafts end with the decision, with a newer frame, and with
+the server: after a restart a region is told that nothing is there and sends it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from bisect import insort
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_cli.server.denied import Denied
+from diloco_cli.server.receiving import AGAIN, Batch
+from diloco_cli.server.store import Draft, Store
+from diloco_cli.wire.messages import check_value
+
+READ_BYTES = 1 << 20
+MOST_RANGES = 4096
+"""Ranges apart from each other; nobody who means it leaves so many gaps."""
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Address:
+    """What the URL and the headers say a contribution is."""
+
+    fragment: int
+    region: str
+    base: int
+    clock: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the URL says about one part."""
+
+    start: int
+    stop: int
+    size: int
+    """Of the whole frame."""
+    frame: str
+    """Digest of the whole frame."""
+    digest: str
+
+
+@dataclass(eq=False)
+class Gathering:
+    """One frame on its way in."""
+
+    address: Address
+    frame: str
+    size: int
+    draft: Draft
+    have: list[Range] = field(default_factory=list)
+    writers: dict[int, object] = field(default_factory=dict)
+    """Who writes at each start; a part that is sent again takes over from the one before."""
+    writing: int = 0
+    over: bool = False
+
+    def is_of(self, address: Address, frame: str) -> bool:
+        mine = (self.address.base, self.address.clock, self.frame)
+        return mine == (address.base, address.clock, frame)
+
+    def covers(self, part: Part) -> bool:
+        return any(start <= part.start and part.stop <= stop for start, stop in self.have)
+
+    def touches(self, part: Part) -> bool:
+        return any(start < part.stop and part.start < stop for start, stop in self.have)
+
+    def add(self, part: Part) -> None:
+        insort(self.have, (part.start, part.stop))
+        joined: list[Range] = []
+        for start, stop in self.have:
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+            else:
+                joined.append((start, stop))
+        self.have = joined
+
+    @property
+    def complete(self) -> bool:
+        return self.have == [(0, self.size)]
+
+
+class Parts:
+    """The frames that are on their way in parts, at most one per region and fragment."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._gathering: dict[tuple[str, int], Gathering] = {}
+
+    def have(self, address: Address, frame: str) -> list[Range]:
+        """The ranges of this frame that are there."""
+        found = self._gathering.get((address.region, address.fragment))
+        return list(found.have) if found and found.is_of(address, frame) else []
+
+    async def take(self, address: Address, part: Part, body: AsyncIterator[Batch]) -> list[Range]:
+        """Puts a part in its place; answers with what is there then."""
+        gathering = await self._begun(address, part)
+        if gathering.covers(part):
+            await self._compare(gathering, part, body)
+            return list(gathering.have)
+        if gathering.touches(part) or len(gathering.have) >= MOST_RANGES:
+            raise _conflict(f"Bytes {part.start}-{part.stop - 1} overlap what is there.", gathering)
+        token = gathering.writers[part.start] = object()
+        try:
+            found = await self._write(gathering, part, body, token)
+        finally:
+            if gathering.writers.get(part.start) is token:
+                del gathering.writers[part.start]
+        if found != part.digest:
+            raise Denied(
+                "damaged",
+                f"The part of {part.stop - part.start} bytes has the digest {found}, "
+                f"its sender says {part.digest}.",
+                AGAIN,
+            )
+        if not gathering.touches(part):
+            gathering.add(part)
+        return list(gathering.have)
+
+    async def collect(self, address: Address, frame: str) -> Draft | None:
+        """Gives the draft of a frame that is complete, and forgets it; None when it is not."""
+        key = (address.region, address.fragment)
+        found = self._gathering.get(key)
+        if found is None or not found.is_of(address, frame) or not found.complete:
+            return None
+        del self._gathering[key]
+        await self._end(found)
+        found.draft.size = found.size
+        return found.draft
+
+    async def _begun(self, address: Address, part: Part) -> Gathering:
+        """The gathering this part belongs to; one of an older frame makes room for it."""
+        key = (address.region, address.fragment)
+        found = self._gathering.get(key)
+        if found and found.is_of(address, part.frame):
+            if found.size != part.size:
+                raise _conflict(f"The frame has {found.size} bytes, not {part.size}.", found)
+            return found
+        if found:
+            # A part that was delayed on its way must not end the frame that came after.
+            mine = (found.address.epoch, found.address.clock)
+            if mine > (address.epoch, address.clock):
+                raise _conflict(f"Frame {found.address.clock} is on its way already.", found)
+        draft = self._store.draft_payload(part.size)
+        begun = self._gathering[key] = Gathering(address, part.frame, part.size, draft)
+        if found:
+            await self._discard(found)
+        return begun
+
+    async def forget(self, address: Address) -> None:
+        """Drops what is there of a frame that is decided, or of an older one."""
+        key = (address.region, address.fragment)
+        found = self._gathering.get(key)
+        if found and found.address.clock <= address.clock:
+            del self._gathering[key]
+            await self._discard(found)
+
+    async def _discard(self, gathering: Gathering) -> None:
+        await self._end(gathering)
+        await asyncio.to_thread(gathering.draft.discard)
+
+    async def _end(self, gathering: Gathering) -> None:
+        """Returns once nobody writes to the draft and nobody will."""
+        gathering.over = True
+        while gathering.writing:
+            await asyncio.sleep(0.001)
+
+    async def _write(
+        self, gathering: Gathering, part: Part, body: AsyncIterator[Batch], token: object
+    ) -> str:
+        """Writes the body at its place; gives its digest."""
+        found, at = 0, part.start
+
+        def put(batch: Batch, offset: int, before: int) -> int:
+            gathering.draft.write_pieces(batch, offset)
+            for piece in batch:
+                before = zlib.crc32(piece, before)
+            return before
+
+        async for batch in body:
+            if gathering.over or gathering.writers.get(part.start) is not token:
+                raise _conflict("It was sent again, or a newer frame came.", gathering)
+            gathering.writing += 1
+            try:
+                found = await asyncio.to_thread(put, batch, at, found)
+            finally:
+                gathering.writing -= 1
+            at += sum(map(len, batch))
+        if at < part.stop:
+            raise Denied(
+                "damaged",
+                f"{at - part.start} of {part.stop - part.start} bytes arrived.",
+                AGAIN,
+            )
+        return check_value(found)
+
+    async def _compare(self, gathering: Gathering, part: Part, body: AsyncIterator[Batch]) -> None:
+        """Takes a part that is there already once more, if it has the same bytes."""
+        async for _ in body:
+            pass  # Some clients cannot hear an answer before they have said everything.
+        gathering.writing += 1
+        try:
+            found = await asyncio.to_thread(_digest, gathering.draft, part)
+        finally:
+            gathering.writing -= 1
+        if found != part.digest:
+            raise _conflict(f"Other bytes are at {part.start}-{part.stop - 1} already.", gathering)
+
+
+def _digest(draft: Draft, part: Part) -> str:
+    found = 0
+    for at in range(part.start, part.stop, READ_BYTES):
+        found = zlib.crc32(draft.read_at(at, min(READ_BYTES, part.stop - at)), found)
+    return check_value(found)
+
+
+def _conflict(message: str, gathering: Gathering) -> Denied:
+    beside: dict[str, Any] = {"have": gathering.have}
+    return Denied("conflict", message, "Ask which parts are there, and send the others.", **beside)

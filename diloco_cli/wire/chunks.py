@@ -1,0 +1,153 @@
+"""Chunks of a frame, each on its own, on as many cores as this process may use.
+
+    values ──codec──▶ body, in this thread's scratch memory ──zstd──▶ bytes
+
+Threads share nothing: each has its (de)compressors and its scratch, and keeps them, since
+fresh memory costs more than the work done in it. Results come in order and depend on
+nothing but the values, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import zstandard
+
+from diloco_cli.errors import WireError
+from diloco_cli.wire.codec import Body, Codec, InPlace, NotFinite, raw
+
+CHUNK = 1 << 20
+"""Values in one independent zstd frame."""
+
+MOST_WINDOW_BYTES = 8 << 20
+
+T = TypeVar("T")
+
+
+class Tools(threading.local):
+    """What one thread works with."""
+
+    def __init__(self) -> None:
+        self.helping = False
+        self._compressors: dict[int, zstandard.ZstdCompressor] = {}
+        self._decompressor: zstandard.ZstdDecompressor | None = None
+        self._scratch: dict[str, np.ndarray] = {}
+
+    def compressor(self, level: int) -> zstandard.ZstdCompressor:
+        if level not in self._compressors:
+            self._compressors[level] = zstandard.ZstdCompressor(
+                level, write_checksum=True, write_content_size=True
+            )
+        return self._compressors[level]
+
+    @property
+    def decompressor(self) -> zstandard.ZstdDecompressor:
+        if self._decompressor is None:
+            self._decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW_BYTES)
+        return self._decompressor
+
+    def scratch(self, purpose: str, size: int, dtype: type) -> np.ndarray:
+        """Memory for one purpose, with whatever was left in it; valid until asked for again."""
+        found = self._scratch.get(purpose)
+        if found is None or found.size < size or found.dtype != dtype:
+            found = self._scratch[purpose] = np.empty(size, dtype)
+        return found[:size]
+
+
+tools = Tools()
+
+
+def span_of(place: int, size: int) -> slice:
+    """Which values of a frame of `size` are in a chunk."""
+    return slice(place * CHUNK, min((place + 1) * CHUNK, size))
+
+
+def squeeze(codec: Codec, values: np.ndarray, level: int) -> bytes:
+    """Encodes and compresses one chunk."""
+    return tools.compressor(level).compress(body_of(codec, values))
+
+
+def body_of(codec: Codec, values: np.ndarray) -> Body:
+    """Encodes one chunk, if possible into scratch memory."""
+    if not isinstance(codec, InPlace):
+        return codec.encode(values)
+    body = tools.scratch("body", codec.body_size(values.size), np.uint8)
+    codec.write(values, body)
+    return body.data
+
+
+def unsqueeze(compressed: Body, place: int) -> bytes:
+    """Decompresses a chunk whose declared size has been checked; `place` is for the message."""
+    try:
+        return tools.decompressor.decompress(compressed, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WireError(f"Chunk {place} does not decompress: {error}.") from None
+
+
+def read_into(codec: Codec, body: Body, values: np.ndarray) -> None:
+    """Decodes a chunk's body into values that are already there."""
+    if isinstance(codec, InPlace):
+        codec.read(raw(body, codec.body_size(values.size)), values)
+    else:
+        values[:] = codec.decode(body, values.size)
+
+
+def add_into(codec: Codec, body: Body, sums: np.ndarray, weight: float) -> None:
+    """Adds `weight` times a chunk's values to sums of float64 or float32."""
+    if isinstance(codec, InPlace):
+        codec.add(raw(body, codec.body_size(sums.size)), sums, weight)
+    else:
+        sums += np.multiply(codec.decode(body, sums.size), weight, dtype=sums.dtype)
+
+
+def spread(work: Callable[[int], T], count: int, threads: int | None = None) -> Iterator[T]:
+    """Does work(0) … work(count − 1) on several threads; yields the results in order.
+
+    What went wrong first in that order is what rises. Nothing is done for a caller who
+    does not ask for results.
+    """
+    wanted = min(cores() if threads is None else threads, count)
+    if wanted <= 1 or tools.helping:  # A helper that waited for helpers might wait for ever.
+        return map(work, range(count))
+    return _helpers(wanted).map(work, range(count))
+
+
+def in_chunks(
+    work: Callable[[int, slice], T], size: int, threads: int | None = None
+) -> Iterator[T]:
+    """Does the work for every chunk of `size` values; a NotFinite names its place in the whole."""
+
+    def one(place: int) -> T:
+        span = span_of(place, size)
+        try:
+            return work(place, span)
+        except NotFinite as error:
+            raise NotFinite(error.value, span.start + error.index) from None
+
+    return spread(one, -(-size // CHUNK), threads)
+
+
+def cores() -> int:
+    """Says how many cores this thread may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+_pools: dict[int, ThreadPoolExecutor] = {}
+_pools_lock = threading.Lock()
+
+
+def _helpers(count: int) -> ThreadPoolExecutor:
+    def start() -> None:
+        tools.helping = True
+
+    with _pools_lock:
+        if count not in _pools:
+            _pools[count] = ThreadPoolExecutor(count, "chunks", initializer=start)
+        return _pools[count]

@@ -1,0 +1,65 @@
+"""`diloco bench wire` puts every figure beside a limit of the same run."""
+
+import numpy as np
+import pytest
+
+from diloco_cli.cli import bench_wire
+from diloco_cli.cli.bench_wire import figure, merge_figures, size_figures, student, wire_figures
+from diloco_cli.cli.plain_merge import Round, decoded, fused_merge, plain_merge
+from diloco_cli.errors import SpecError
+from diloco_cli.wire.codec import codecs
+from diloco_cli.wire.frame import open_frame, pack
+
+KEYS = {"name", "value", "unit", "reference", "ratio", "goal", "met"}
+CODEC = {"kind": "int4", "block": 512}
+
+
+def test_speed_size_and_error_of_every_kind_are_measured(monkeypatch):
+    monkeypatch.setattr(bench_wire, "merge_figures", lambda tries: [])
+    figures = wire_figures(tries=1, parameters=1 << 18, train=False)
+    assert all(KEYS <= set(each) <= KEYS | {"better"} for each in figures)
+    named = [each["name"] for each in figures]
+    assert len(named) == len(set(named)) and "encode / memcpy" in named
+    for kind in codecs.kinds():
+        assert {f"{kind} up", f"{kind} up, error"} <= set(named)
+
+
+@pytest.mark.parametrize("kind", [k for k in codecs.kinds() if k != "fp32"])
+def test_random_numbers_that_look_like_it_meet_the_goals(kind):
+    bits, error = bench_wire.MOST_BITS[kind], bench_wire.MOST_ERROR[kind]
+    figures = size_figures("up", {"kind": kind}, [student(1 << 18)], bits, error)
+    assert [each["met"] for each in figures] == [True, True]
+    assert 0.9 < figures[0]["ratio"] < 2.2  # Nothing beats the bound of a Gaussian by far.
+
+
+def test_a_goal_is_for_the_ratio_unless_lower_is_better():
+    assert figure("speed", 6.0, "GB/s", 10.0, 0.5)["met"] is True
+    assert figure("speed", 4.0, "GB/s", 10.0, 0.5)["met"] is False
+    assert figure("bits", 3.2, "bits", 2.8, 3.3, lower=True)["met"] is True
+    assert figure("bits", 3.4, "bits", 2.8, 3.3, lower=True)["met"] is False
+    assert figure("other", 3.4, "bits", 2.8, None)["met"] is None
+
+
+def test_both_merges_compute_the_same():
+    header = bench_wire._header(CODEC, 100_000)
+    frames = [pack(header, student(100_000, seed)) for seed in range(3)]
+    given = Round(frames, student(100_000, 7))
+    outcome, (theta, momentum, _, _) = fused_merge(given), plain_merge(given)
+    np.testing.assert_allclose(outcome.theta, theta, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(outcome.momentum, momentum, rtol=1e-6, atol=1e-12)
+    frame = open_frame(frames[0])
+    np.testing.assert_array_equal(decoded(frame), frame.values())
+
+
+def test_a_merge_is_measured_beside_numpy():
+    (found,) = merge_figures(1, regions=2, size=50_000)
+    assert found["value"] > 0 and found["goal"] == 4.5 and found["name"] == "merge of 2 / numpy"
+
+
+def test_a_vector_of_ones_own_can_be_measured(tmp_path):
+    np.save(tmp_path / "delta.npy", student(5000).reshape(50, 100))
+    assert bench_wire._samples(tmp_path / "delta.npy", True)[0][0].shape == (5000,)
+    np.save(tmp_path / "wide.npy", np.ones(3))
+    for name, said in (("wide.npy", "3 values of float64"), ("none.npy", "is no array")):
+        with pytest.raises(SpecError, match=said):
+            bench_wire._samples(tmp_path / name, True)

@@ -1,0 +1,260 @@
+"""A frame in parts is the same frame: in any order, sent twice, cut, damaged or overtaken."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rig import Bench, close_server, in_a_loop, kill_server, open_server
+
+from diloco_cli.server.app import make_app
+from diloco_cli.server.durable import DiskFull
+from diloco_cli.wire.frame import open_frame
+from diloco_cli.wire.messages import (
+    EPOCH_HEADER,
+    PARTS_HEADER,
+    RUN_HEADER,
+    WIRE_HEADER,
+    check_value,
+    contribution_path,
+    part_path,
+    parts_path,
+)
+
+
+class Sender:
+    """One region's frame, sent by hand."""
+
+    def __init__(self, client: httpx.AsyncClient, data: bytes) -> None:
+        self.client, self.data = client, data
+        about = open_frame(data)
+        self.frame = about.digest
+        head = about.header
+        self.path = contribution_path(head.fragment, head.region, head.base, head.clock)
+
+    async def part(self, start: int, stop: int, epoch: int = 1, **said: Any) -> httpx.Response:
+        data = said.pop("data", self.data[start:stop])
+        query: dict[str, Any] = {
+            "size": len(self.data),
+            "frame": self.frame,
+            "digest": check_value(zlib.crc32(data)),
+            **said,
+        }
+        headers = {EPOCH_HEADER: str(epoch)}
+        path = part_path(self.path, start, **query)
+        return await self.client.put(path, content=data, headers=headers)
+
+    async def have(self, epoch: int = 1) -> dict[str, Any]:
+        headers = {EPOCH_HEADER: str(epoch)}
+        answer = await self.client.get(parts_path(self.path, frame=self.frame), headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def complete(self, epoch: int = 1) -> httpx.Response:
+        headers = {EPOCH_HEADER: str(epoch), PARTS_HEADER: self.frame}
+        return await self.client.put(self.path, headers=headers)
+
+
+def drafts(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*.draft")]
+
+
+@asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[tuple[Bench, httpx.AsyncClient]]:
+    bench = Bench(folder)
+    await bench.join()
+    app = make_app(bench.server, events=folder / "events.jsonl", url=lambda: "http://here")
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app),
+        base_url="http://here",
+        headers={RUN_HEADER: bench.run, WIRE_HEADER: "1"},
+    ) as client:
+        yield bench, client
+    await close_server(bench.server)
+
+
+@in_a_loop
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+async def test_parts_in_any_order_make_the_frame(tmp_path, order):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        size = len(sender.data)
+        cuts = [(0, 50), (50, 120), (120, size)]
+        for number in order:
+            assert (await sender.part(*cuts[number])).status_code == 200
+        assert (await sender.have())["have"] == [[0, size]]
+        answer = await sender.complete()
+        assert answer.status_code == 201 and answer.json()["fate"] == "pending"
+        assert bench.state.store.payloads() == {sender.frame}
+        assert bench.state.store.payload(sender.frame) == sender.data
+        assert drafts(tmp_path) == []
+
+
+@in_a_loop
+async def test_what_is_there_is_told_and_a_gap_is_no_frame(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        assert await sender.have() == {"have": [], "decided": False}
+        await sender.part(100, 200)
+        await sender.part(0, 50)
+        assert (await sender.have())["have"] == [[0, 50], [100, 200]]
+        answer = await sender.complete()
+        assert answer.status_code == 409 and answer.json()["error"]["code"] == "incomplete"
+        assert answer.json()["have"] == [[0, 50], [100, 200]]
+
+
+@in_a_loop
+async def test_a_part_again_changes_nothing_and_other_bytes_are_refused(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        assert (await sender.part(0, 100)).status_code == 200
+        assert (await sender.part(0, 100)).json()["have"] == [[0, 100]]
+        assert (await sender.part(20, 60)).status_code == 200
+        other = await sender.part(0, 100, data=b"?" * 100)
+        assert other.status_code == 409 and other.json()["error"]["code"] == "conflict"
+        across = await sender.part(50, 150)
+        assert across.status_code == 409 and "overlap" in across.json()["error"]["message"]
+        assert (await sender.part(100, len(sender.data))).status_code == 200
+        assert (await sender.complete()).status_code == 201
+
+
+@in_a_loop
+async def test_a_part_that_was_changed_on_its_way_does_not_count(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        answer = await sender.part(0, 100, digest="crc32:00000000")
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "damaged"
+        assert (await sender.have())["have"] == []
+
+
+@in_a_loop
+async def test_parts_that_do_not_make_the_frame_are_dropped(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        await sender.part(0, 100, data=b"?" * 100)
+        await sender.part(100, len(sender.data))
+        answer = await sender.complete()
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "damaged"
+        assert (await sender.have())["have"] == [] and drafts(tmp_path) == []
+        assert bench.state.store.payloads() == set()
+
+
+@in_a_loop
+async def test_the_answer_is_the_same_when_it_is_asked_for_again(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        await sender.part(0, len(sender.data))
+        assert (await sender.complete()).status_code == 201
+        again = await sender.complete()
+        assert again.status_code == 200 and again.json()["recorded"] is True
+        assert (await sender.have())["decided"] is True
+
+
+@in_a_loop
+async def test_a_newer_frame_takes_the_place_of_an_older_one_and_not_the_reverse(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        region = bench.regions["paris"]
+        older, newer = (Sender(client, region.frame(0)) for _ in range(2))
+        await older.part(0, 100)
+        assert (await newer.part(0, 50)).status_code == 200
+        assert len(drafts(tmp_path)) == 1 and (await older.have())["have"] == []
+        late = await older.part(100, 200)
+        assert late.status_code == 409 and "on its way" in late.json()["error"]["message"]
+        assert (await newer.have())["have"] == [[0, 50]]
+
+
+@in_a_loop
+async def test_parts_of_one_fragment_or_region_do_not_disturb_another(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        senders = [
+            Sender(client, bench.regions[name].frame(fragment))
+            for name in ("paris", "tokyo")
+            for fragment in (0, 1)
+        ]
+        for sender in senders:
+            await sender.part(0, 100)
+        for sender in senders:
+            await sender.part(100, len(sender.data))
+            assert (await sender.complete()).status_code == 201
+        assert drafts(tmp_path) == []
+
+
+@in_a_loop
+async def test_a_frame_sent_in_one_piece_after_all_ends_its_parts(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        await sender.part(0, 100)
+        answer = await client.put(sender.path, content=sender.data, headers={EPOCH_HEADER: "1"})
+        assert answer.status_code == 201 and drafts(tmp_path) == []
+
+
+@in_a_loop
+async def test_another_epoch_may_neither_ask_nor_send_nor_complete(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        await sender.part(0, len(sender.data))
+        assert (await sender.part(0, 10, epoch=2)).status_code == 412
+        assert (await sender.complete(epoch=2)).status_code == 412
+        headers = {EPOCH_HEADER: "2"}
+        asked = await client.get(parts_path(sender.path, frame=sender.frame), headers=headers)
+        assert asked.status_code == 412
+        assert (await sender.complete()).status_code == 201
+
+
+@in_a_loop
+@pytest.mark.parametrize(
+    "said, status",
+    [
+        ({"size": 10**9}, 413),
+        ({"size": 50}, 400),
+        ({"frame": "abc"}, 400),
+        ({"size": 10**20}, 413),
+    ],
+)
+async def test_impossible_parts_are_refused_before_anything_is_written(tmp_path, said, status):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        assert (await sender.part(0, 100, **said)).status_code == status
+        assert drafts(tmp_path) == []
+
+
+@in_a_loop
+async def test_the_size_of_a_frame_does_not_change_on_the_way(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        await sender.part(0, 100)
+        other = await sender.part(100, 200, size=len(sender.data) - 1)
+        assert other.status_code == 409 and "not" in other.json()["error"]["message"]
+
+
+@in_a_loop
+async def test_a_full_disk_is_507_and_costs_nothing_that_was_there(tmp_path, monkeypatch):
+    async with served(tmp_path) as (bench, client):
+        region = bench.regions["paris"]
+        older, newer = (Sender(client, region.frame(0)) for _ in range(2))
+        await older.part(0, 100)
+
+        def full(size: int = 0) -> None:
+            raise DiskFull("There is no room.")
+
+        monkeypatch.setattr(bench.state.store, "draft_payload", full)
+        assert (await newer.part(0, 100)).status_code == 507
+        assert (await older.have())["have"] == [[0, 100]]
+
+
+@in_a_loop
+async def test_what_a_dead_server_left_is_removed_at_the_next_start(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        await sender.part(0, 100)
+        assert len(drafts(tmp_path)) == 1
+        kill_server(bench.server)
+        reopened = open_server(tmp_path)
+        assert drafts(tmp_path) == []
+        await close_server(reopened)
+        bench.server = reopened
