@@ -9,7 +9,7 @@
       StoreError               5   durable state is missing or damaged
       QuorumLost               6   too few regions are left for any round to close
 
-    130 after SIGINT, 143 after SIGTERM.
+    129 after SIGHUP, 130 after SIGINT, 143 after SIGTERM.
 
 A message states the fact, with the values; the hint states the next action.
 Only `cli/app.py` turns these into text; everything else lets them rise.

@@ -56,6 +56,7 @@ its own lines; nothing is ever rebuilt from them.\
 """
 SIGNALS = {
     0: "Done; also `serve` and `work` that were told to stop and left in good order.",
+    129: "`diloco run`, or anything that was asked twice: ended by SIGHUP.",
     130: "`diloco run`, or anything that was asked twice: ended by SIGINT (Ctrl-C).",
     143: "`diloco run`, or anything that was asked twice: ended by SIGTERM.",
 }

@@ -327,7 +327,7 @@ def checked_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise SpecError(
             f"{url!r} is not the URL of a server.",
-            hint="It looks like http://127.0.0.1:8080 or https://agg.example:8443.",
+            hint="It looks like http://127.0.0.1:8080.",
         )
     return url.rstrip("/")
 

@@ -55,7 +55,8 @@ def write_resolved(spec: RunSpec, folder: str | Path) -> Path:
         return final
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        draft = final.with_suffix(".draft")
+        # Named after its writer: the workers of one host may start at the same moment.
+        draft = final.with_suffix(f".{os.getpid()}.draft")
         with open(draft, "w", encoding="utf-8") as file:
             file.write(resolved_yaml(spec))
             file.flush()

@@ -234,7 +234,7 @@ class Pages(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.body)
 
-    def log_message(self, *_):
+    def log_message(self, format, *args):
         pass
 
 
