@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -41,6 +42,32 @@ def start(
     from diloco_cli.cli.bench_start import start_figures
 
     show(start_figures(times=times), format)
+
+
+@bench.command()
+def wire(
+    tries: Annotated[int, typer.Option(min=1, help="How often each figure is measured.")] = 9,
+    file: Annotated[
+        Path | None, typer.Option(help="Measure bits and error on this vector (.npy).")
+    ] = None,
+    format: OutputFormat = Format.text,
+) -> None:
+    """Measure codecs and merge beside memcpy, zstd alone and plain numpy."""
+    from diloco_cli.cli.bench_wire import wire_figures
+
+    show(wire_figures(tries=tries, file=file), format)
+
+
+@bench.command()
+def link(
+    url: Annotated[str | None, typer.Option(help="Measure the way to this server instead.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small bodies, once each.")] = False,
+    format: OutputFormat = Format.text,
+) -> None:
+    """Measure transfers beside raw TLS, over loopback and over emulated links."""
+    from diloco_cli.cli.bench_link import link_figures
+
+    show(link_figures(url, quick=quick, say=lambda text: typer.echo(text, err=True)), format)
 
 
 def show(figures: list[dict[str, Any]], format: Format) -> None:

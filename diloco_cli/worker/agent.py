@@ -155,6 +155,7 @@ class Agent:
             return self._supervise(courier)
         finally:
             courier.close()
+            courier.wait(KILL_SECONDS)
 
     def _supervise(self, courier: Courier) -> int:
         self._failures = 0
@@ -256,6 +257,7 @@ class Agent:
     def _say_goodbye(self, courier: Courier) -> None:
         report = courier.report(stopping=True)
         courier.close()
+        courier.wait(KILL_SECONDS)  # A heartbeat after the goodbye would revive the region.
         try:
             with self.connect(retry=Retry(tries=2)) as server:
                 server.heartbeat(self.region, report)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from diloco_cli.errors import DilocoError, LinkError, RunFailed, WireError
 from diloco_cli.net.client import Fenced, Gone, Server
-from diloco_cli.net.transport import Retry
+from diloco_cli.net.transport import Retry, Timeouts
 from diloco_cli.observe.events import EventLog
 from diloco_cli.wire.messages import Heartbeat, Joined, News
 from diloco_cli.worker.bell import Bell
@@ -72,6 +72,7 @@ class Courier:
         self._on_mail, self._on_change = on_mail, on_change
         self._bells = {name: Bell() for name in ("heartbeat", "upload", "download")}
         self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
         # An image that cannot be read is one we do not have.
         self._have = [mailbox.image_version(number) for number in range(len(joined.versions))]
         self._letters: dict[int, tuple[Stamp, Letter]] = {}
@@ -88,7 +89,14 @@ class Courier:
             ("download", self._download),
         ):
             thread = threading.Thread(target=self._keep, args=(name, act), name=name, daemon=True)
+            self._threads.append(thread)
             thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the threads of a closed courier are gone, so that none writes late."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         self.closed.set()
@@ -116,10 +124,22 @@ class Courier:
             for number, decided in news.fates.items():
                 fate = Fate(decided.digest, decided.fate, decided.why)
                 changed |= self._decided(number, fate)
+            self._forget_lost(news)
         if changed:
             self._on_mail()
             self._bells["download"].ring()
             self._on_change()
+
+    def _forget_lost(self, news: News) -> None:
+        """Sends again what the server accepted and no longer knows of: it was set back.
+
+        News may be older than the acceptance; then the same answer comes once more.
+        """
+        for number, fate in list(self._fates.items()):
+            known = news.fates.get(number)
+            if fate.fate == "pending" and (known is None or known.digest != fate.digest):
+                del self._fates[number]
+                self._bells["upload"].ring()
 
     def unsent(self) -> list[Letter]:
         """Lists the frames in the outbox whose fate is unknown."""
@@ -146,7 +166,16 @@ class Courier:
 
     def _keep(self, name: str, act: Callable[[Server], None]) -> None:
         """Repeats one of the four duties until the courier is closed."""
-        server = self._connect(stop=self.closed, retry=Retry(tries=1), say=self._say)
+        try:
+            # A heartbeat that hangs must not cost the lease that it is there to renew.
+            soon = Timeouts(answer=min(Timeouts.answer, self.news.lease_seconds / 3))
+            own = {"timeouts": soon} if name == "heartbeat" else {}
+            with self._connect(stop=self.closed, retry=Retry(tries=1), say=self._say, **own) as way:
+                self._repeat(name, act, way)
+        except Exception as error:  # A silent thread would be a region that starves.
+            self._give_up(RunFailed(f"Unexpected {error!r} in the {name} thread."))
+
+    def _repeat(self, name: str, act: Callable[[Server], None], server: Server) -> None:
         failures = 0
         while not self.closed.is_set():
             try:
@@ -159,8 +188,6 @@ class Courier:
                 self.closed.wait(PATIENT.pause(failures, chance=random.random()))
             except DilocoError as error:
                 return self._give_up(error)
-            except Exception as error:  # A silent thread would be a region that starves.
-                return self._give_up(RunFailed(f"Unexpected {error!r} in the {name} thread."))
             else:
                 failures = 0
                 self._is_back(name)
@@ -263,7 +290,7 @@ class Courier:
         why = str(getattr(error, "message", error))
         with self._lock:
             first = not self._lost
-            self._lost.setdefault(name, time.time())
+            self._lost.setdefault(name, time.monotonic())
         if first and not self.closed.is_set():
             what = "this folder" if isinstance(error, OSError) else "the server"
             since = time.strftime("%H:%M:%S")
@@ -274,7 +301,7 @@ class Courier:
         with self._lock:
             if name not in self._lost:
                 return
-            silent = time.time() - self._lost.pop(name)
+            silent = time.monotonic() - self._lost.pop(name)
             last = not self._lost
         if last and not self.closed.is_set():
             self._say(f"back in reach after {silent:.0f} s")

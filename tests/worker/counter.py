@@ -160,6 +160,9 @@ class Connection:
         opened = open_frame(frame.read_bytes())
         answer = self.counter.decide(opened)
         with self.counter.change:
+            if answer.fate == "pending":
+                known = {"digest": opened.digest, "fate": "pending", "why": ""}
+                self.counter.fates = {**self.counter.fates, fragment: known}
             self.counter.submitted.append(opened)
             self.counter.change.notify_all()
         return answer

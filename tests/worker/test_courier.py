@@ -158,6 +158,27 @@ def test_a_server_that_is_away_is_mentioned_once_and_everything_is_sent_later(
     assert "training goes on" in said[0] and "back in reach" in said[1] and len(said) == 2
 
 
+def test_a_frame_that_a_server_set_back_has_forgotten_is_sent_again(courier, counter, mailbox):
+    courier.start()
+    write_frame(mailbox)
+    courier.heard()
+    counter.wait_for(lambda: len(counter.submitted) == 1)
+    counter.fates = {}
+    counter.tell()
+    counter.wait_for(lambda: len(counter.submitted) >= 2)
+    first, again = counter.submitted[:2]
+    assert first.digest == again.digest
+
+
+def test_a_closed_courier_leaves_no_thread_behind(courier, counter):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    courier.close()
+    counter.tell()  # Ends the waiting call.
+    courier.wait(20)
+    assert not any(thread.is_alive() for thread in courier._threads)
+
+
 def test_a_fenced_courier_stops_and_says_so(courier, counter):
     courier.start()
     counter.fenced = True
