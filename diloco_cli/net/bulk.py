@@ -89,7 +89,9 @@ class _Stream(httpx.SyncByteStream):
 def _was_connected(error: httpx.ConnectError) -> bool:
     """Whether it is a connection that broke while a request was sent; the name tells nothing."""
     details = getattr(error.__cause__, "details", None) or {}
-    return any("SendRequest" in str(cause) for cause in details.get("causes", ()))
+    causes = " ".join(str(cause) for cause in details.get("causes", ()))
+    # Reset before the first byte was taken, a request counts as cancelled, not as sent.
+    return "SendRequest" in causes or "Canceled" in causes
 
 
 def _translated(error: PyreqwestError, request: httpx.Request) -> httpx.RequestError:
