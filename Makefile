@@ -29,7 +29,10 @@ model: install                   ## thousands of seeds of the crash model
 	$(BIN)/python -m tests.model.explore --seeds 3000 --every-crash-point
 
 bench: install                   ## figures, each beside its limit from the same run
+	$(BIN)/diloco bench start
 	$(BIN)/diloco bench inner
+	$(BIN)/diloco bench wire
+	$(BIN)/diloco bench link
 
 docs: install                    ## the generated reference pages
 	$(BIN)/python -m diloco_cli.cli.reference docs/reference
