@@ -247,6 +247,13 @@ def _reserved_keys_are_empty(spec: RunSpec) -> Iterator[Fault]:
                 "is not available in this version; the key is reserved",
                 f"Remove {key} from the spec.",
             )
+    for number, region in enumerate(spec.regions):
+        if region.devices not in (None, 1):
+            yield Fault(
+                ("regions", number, "devices"),
+                f"is {region.devices}, but this version trains on one device a region",
+                "Leave it out, or make each device a region of its own.",
+            )
 
 
 _STEP_SIZE: tuple[Path, ...] = (("inner", "batch"), ("inner", "sequence"))

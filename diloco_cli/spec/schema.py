@@ -80,7 +80,7 @@ class RegionSpec(Section):
     """Changes single keys of the run's `inner` here, for example `{batch: 8}`."""
 
     devices: PositiveInt | None = None
-    """Accelerators to use; all that are visible when left out."""
+    """Accelerators to use; this version trains on one a region and refuses more."""
 
     speed: Annotated[Float, Field(gt=0, le=1)] = 1.0
     """For rehearsals: train at this share of the possible speed."""

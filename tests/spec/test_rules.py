@@ -135,6 +135,15 @@ def test_reserved_keys_must_stay_empty(key: str):
     assert "not available in this version" in the_problem(GOOD + f"{key}: {{a: 1}}\n").message
 
 
+def test_more_devices_than_this_version_uses_are_refused_not_ignored():
+    regions = ({"name": "left", "devices": 1}, {"name": "right", "devices": 4})
+    data = loaded().model_dump(exclude_unset=True) | {"regions": regions}
+    with pytest.raises(ValidationError) as caught:
+        RunSpec.model_validate(data)
+    (fault,) = caught.value.errors()[0].get("ctx", {})["error"].faults
+    assert fault.path == ("regions", 1, "devices") and "one device" in fault.message
+
+
 def test_a_spec_made_in_code_is_held_to_the_same_rules():
     data = loaded().model_dump(exclude_unset=True) | {"sync": {"quorum": 5}}
     with pytest.raises(ValidationError) as caught:
