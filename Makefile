@@ -11,6 +11,7 @@ install: .venv/.stamp            ## the command `diloco` in .venv
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"error: diloco needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}\nhint: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[test]'
+	@$(BIN)/python -m diloco_cli.wire.warm
 	@touch $@
 
 demo: install                    ## two regions pretrain one model on this machine

@@ -235,8 +235,7 @@ def _resets(running: Stage, say: Callable[[str], None]) -> Figure:
         thread = _submitting(running, server)
         thread.join()
         after = proxy.traffic()
-    size = thread.size  # type: ignore[attr-defined]
-    used = after.up - before.up
+    size, used = thread.size, after.up - before.up
     say(f"{SLOW}/reset=2s: {used / 1e6:.1f} MB for {size / 1e6:.1f}, {after.resets} resets")
     name = "10 Mbit/s line with a reset every 2 s, bytes sent"
     return _figure(name, used / 1e6, "MB", size / 1e6, RESENT_GOAL, at_most=True)
@@ -305,13 +304,16 @@ def _figure(
     *,
     at_most: bool = False,
 ) -> Figure:
-    """One figure beside its limit; bytes a second are given in megabytes."""
+    """One figure beside its limit; bytes a second are given in megabytes.
+
+    Without a goal it is only reported. With `at_most`, less is better.
+    """
     if unit == "MB/s":
         value, reference = value / 1e6, reference / 1e6
     ratio = value / reference
     compared = value if unit == "s" else ratio
     met = goal is None or (compared <= goal if at_most else compared >= goal)
-    return {
+    figure: Figure = {
         "name": name,
         "value": value,
         "unit": unit,
@@ -320,3 +322,4 @@ def _figure(
         "goal": goal,
         "met": met,
     }
+    return {**figure, "better": "lower"} if at_most else figure

@@ -10,6 +10,7 @@ else the machine does then disturbs a figure and its limit alike.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -83,6 +84,10 @@ def speed_figures(parameters: int, tries: int) -> list[dict[str, Any]]:
     if several := cores() >= 2:
         work["encode 2"] = lambda: encode(2)
         work["add 2"] = lambda: frame.accumulate(sums, 0.5, threads=2)
+        # What a second core is worth here and now, for work without and with much memory.
+        work["hash"] = lambda: _hash(values, 1)
+        work["hash 2"] = lambda: _hash(values, 2)
+        work["copy 2"] = lambda: _copy(values, copy, 2)
     speed = {name: 4e-9 * parameters / best for name, best in in_turns(work, tries).items()}
     pairs = [
         ("encode / memcpy", "encode", "copy", 0.33),
@@ -96,10 +101,23 @@ def speed_figures(parameters: int, tries: int) -> list[dict[str, Any]]:
         pairs += [
             ("encode, 2 threads / 1", "encode 2", "encode", 1.7),
             ("decode + add, 2 threads / 1", "add 2", "add", 1.7),
+            ("SHA-256, 2 threads / 1", "hash 2", "hash", None),
+            ("memcpy, 2 threads / 1", "copy 2", "copy", None),
         ]
     return [
         figure(name, speed[one], "GB/s", speed[other], goal) for name, one, other, goal in pairs
     ]
+
+
+def _hash(values: np.ndarray, threads: int) -> None:
+    def one(_: int, part: slice) -> None:
+        hashlib.sha256(values[part][: CHUNK // 8].data)
+
+    list(in_chunks(one, values.size, threads))
+
+
+def _copy(values: np.ndarray, into: np.ndarray, threads: int) -> None:
+    list(in_chunks(lambda _, p: np.copyto(into[p], values[p]), values.size, threads))
 
 
 def size_figures(

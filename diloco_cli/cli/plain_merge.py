@@ -15,10 +15,10 @@ import zstandard
 from diloco_cli.core.fragments import Fragment, Piece
 from diloco_cli.core.merge import Radial
 from diloco_cli.core.outer import Nesterov, outer_step
-from diloco_cli.wire.chunks import CHUNK
+from diloco_cli.wire.chunks import CHUNK, spread
 from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.frame import Frame, open_frame, vector_digest
-from diloco_cli.wire.fuse import Outcome, Recipe, fuse
+from diloco_cli.wire.fuse import Method, Outcome, fuse
 
 PIECES = 16
 BLOCK = 512
@@ -49,9 +49,10 @@ class Round:
 
 def fused_merge(given: Round) -> Outcome:
     """Merges as the server does; published weights are those before the round."""
-    members = [(1.0 + n, open_frame(data)) for n, data in enumerate(given.frames)]
-    recipe = Recipe(Radial(), Nesterov(), codecs.build({"kind": "int8", "block": BLOCK}))
-    return fuse(recipe, given.fragment, members, (given.theta, given.momentum, given.theta))
+    frames = spread(lambda n: open_frame(given.frames[n]), len(given.frames))
+    members = [(1.0 + n, frame) for n, frame in enumerate(frames)]
+    method = Method(Radial(), Nesterov(), codecs.build({"kind": "int8", "block": BLOCK}))
+    return fuse(method, given.fragment, members, (given.theta, given.momentum, given.theta))
 
 
 def plain_merge(given: Round) -> tuple[np.ndarray, np.ndarray, list[bytes], str]:

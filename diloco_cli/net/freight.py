@@ -32,6 +32,9 @@ T = TypeVar("T")
 WORTH_PARTS = 1_000_000
 """A body shorter than this is sent in one piece on any link."""
 
+MOST_KEPT_BYTES = 256_000_000
+"""Memory of a download that is kept for the next one."""
+
 FRAME = {"content-type": "application/octet-stream"}
 
 
@@ -73,6 +76,7 @@ class Freight:
         )
         self.up, self.down = gauge("uploads"), gauge("downloads")
         self._fetching: Fetch | None = None
+        self._kept = bytearray(1)
 
     def close(self) -> None:
         for lane in self._lanes:
@@ -140,7 +144,14 @@ class Freight:
         """Fetches a resource of at most `most` bytes; what `receive` refuses is fetched again."""
         fetch = self._fetching
         if fetch is None or fetch.path != path:
-            fetch = Fetch(path, lane=self.lane, gauge=self.down, headers=headers, most=most)
+            fetch = Fetch(
+                path,
+                lane=self.lane,
+                gauge=self.down,
+                headers=headers,
+                most=most,
+                room=self._room,
+            )
         # What has arrived when the link breaks for good is there when it is tried again.
         self._fetching = fetch
         first, failures = self.lane(0), 0
@@ -158,6 +169,22 @@ class Freight:
                 pause = first.retry.pause(failures, chance=random.random())
                 if failures >= first.retry.tries or first.stop.wait(pause):
                     raise
+
+    def _room(self, size: int) -> memoryview:
+        """A place for so many bytes: that of the last body, once nobody looks at it any more.
+
+        Memory that is new to a process costs more time than a fast link needs to fill it.
+        """
+        if size > MOST_KEPT_BYTES:
+            return memoryview(bytearray(size))
+        try:
+            if len(self._kept) < size:
+                self._kept.extend(bytes(size - len(self._kept)))
+            else:
+                self._kept.append(self._kept.pop())  # Not allowed while a view of it exists.
+        except BufferError:
+            self._kept = bytearray(size)
+        return memoryview(self._kept)[:size]
 
 
 def _broke_off(error: LinkError) -> bool:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 
 import httpx
-import numpy as np
 
 from diloco_cli.errors import DilocoError, LinkError, WireError
 from diloco_cli.net.gauge import Gauge
@@ -37,10 +36,12 @@ class Fetch:
         gauge: Gauge,
         headers: dict[str, str],
         most: int,
+        room: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
     ) -> None:
-        """`most` is how long the resource may be at all."""
+        """`most` is how long the resource may be at all; `room` makes a place for so many bytes."""
         self.path = path
         self._lane, self._gauge, self._headers, self._most = lane, gauge, headers, most
+        self._room = room
         first = lane(0)
         self._url, self._stop, self._retry = first.url, first.stop, first.retry
         self._lock = threading.Lock()
@@ -179,8 +180,7 @@ class _Arriving:
         if not fetch._known:
             if total > fetch._most:
                 raise _too_long(fetch)
-            # Not filled with zeros first: that alone takes as long as a fast link needs.
-            fetch._buffer, fetch._etag = np.empty(total, np.uint8).data, etag
+            fetch._buffer, fetch._etag = fetch._room(total), etag
             stop = min(stop, total)
             fetch._gaps = [(stop, total)] if stop < total else []
             fetch._known = True

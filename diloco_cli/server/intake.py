@@ -174,7 +174,7 @@ class Intake:
 
     def _open(self, address: Address, draft: Draft) -> Frame:
         try:
-            frame = open_frame(draft.read())
+            frame = open_frame(draft.view())
         except WireError as error:
             raise Denied("damaged", error.message, error.hint or AGAIN) from None
         if why := misaddressed(frame, address, self._state.recipe, self._state.store.run):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -99,6 +100,13 @@ class Draft:
         """Everything written so far, to be checked before it is kept."""
         with disk_errors(self.path):
             return self.path.read_bytes()
+
+    def view(self) -> memoryview:
+        """Everything written so far, where it is: nothing is read before it is looked at."""
+        if not self.size:
+            return memoryview(b"")
+        with disk_errors(self.path):
+            return memoryview(mmap.mmap(self._handle, self.size, access=mmap.ACCESS_READ))
 
     def keep(self, final: Path) -> None:
         """Makes the payload durable, then visible under its name; the draft is used up."""

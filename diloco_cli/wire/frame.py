@@ -122,18 +122,20 @@ class Frame:
         )
         return functools.reduce(np.add, parts)
 
-    def chunk_squares(self, place: int, edges: Sequence[int]) -> np.ndarray:
+    def chunk_squares(
+        self, place: int, edges: Sequence[int], body: bytes | None = None
+    ) -> np.ndarray:
         """Sums the squares of one chunk's values between each edge and the next."""
         from diloco_cli.wire.sum_kernels import LANES, square_sum
 
         span = span_of(place, self.header.size)
         count = span.stop - span.start
         inside = [min(max(edge - span.start, 0), count) for edge in edges]
+        body = self.body(place) if body is None else body
         if isinstance(self.codec, Nibbles):
-            body = raw(self.body(place), self.codec.body_size(count))
-            return self.codec.squares(body, count, inside)
+            return self.codec.squares(raw(body, self.codec.body_size(count)), count, inside)
         values = tools.scratch("values", count, np.float32)
-        self.read(place, values)
+        read_into(self.codec, body, values)
         lanes = np.empty(LANES)
         return np.array([square_sum(values[a:b], lanes) for a, b in pairwise(inside)])
 

@@ -4,9 +4,9 @@
     2  every chunk, all members       Σ weight·delta, Σ weight·direction, and their lengths
     3  every chunk                    merged → outer step → delta frame → published weights
 
-Frames stay compressed but for the chunks at hand, and the merged delta waits in the memory
-of the weights it becomes. So no more is needed than the next version itself and a few
-chunks for each core, whatever the number of members.
+The merged delta waits in the memory of the weights it becomes. Frames stay compressed but
+for the chunks at hand, or while all of them together are no larger than two copies of the
+fragment. So memory does not grow with the number of members beyond that.
 
 Numbers are added up in float64 and in one order: members by name, chunks from first to
 last. So the result does not depend on the number of threads, and a server that computes
@@ -19,46 +19,23 @@ merge rules this way of computing it exists.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from diloco_cli.core.fragments import Fragment
-from diloco_cli.core.merge import Mean, MergeRule, Radial, radial_factor
+from diloco_cli.core.merge import Mean, MergeRule, Radial
 from diloco_cli.core.outer import Nesterov, OuterOptimiser, Sgd
 from diloco_cli.errors import WireError
-from diloco_cli.wire.chunks import (
-    CHUNK,
-    body_of,
-    in_chunks,
-    read_into,
-    span_of,
-    spread,
-    tools,
-)
-from diloco_cli.wire.codec import Codec, raw
+from diloco_cli.wire.chunks import body_of, in_chunks, read_into, span_of, tools
+from diloco_cli.wire.codec import Codec, vector
+from diloco_cli.wire.fold import MemberUnfit, edges_of, merge_into, stretches
 from diloco_cli.wire.frame import Frame
-from diloco_cli.wire.quant import Nibbles
 
-TOGETHER = 32
-"""Members whose chunks are decompressed at the same time: half a megabyte each in int4."""
+__all__ = ["Diverged", "MemberUnfit", "Method", "Outcome", "fuse", "fusible"]
 
 INFINITY = 0x7F800000
-
-Parts = list[tuple[int, slice]]
-"""Pieces by number, and which of the fragment's values are meant."""
-
-
-class MemberUnfit(Exception):
-    """A member's frame cannot be decoded; `number` is its place among the members."""
-
-    def __init__(self, number: int, error: WireError) -> None:
-        super().__init__(error.message)
-        self.number = number
-        self.error = error
 
 
 class Diverged(Exception):
@@ -78,7 +55,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Method:
     """How a round becomes a version."""
 
     rule: MergeRule
@@ -95,7 +72,7 @@ def fusible(rule: MergeRule) -> bool:
 
 
 def fuse(
-    recipe: Recipe,
+    method: Method,
     fragment: Fragment,
     members: Sequence[tuple[float, Frame]],
     state: tuple[np.ndarray, np.ndarray, np.ndarray],
@@ -107,14 +84,15 @@ def fuse(
     """
     if not members:
         raise ValueError(f"fragment {fragment.number}: no members to merge")
+    theta, momentum, published = map(vector, state)
     merged = np.empty(fragment.size, np.float32)
     if len(members) == 1:  # A member alone is its own merge, bit for bit.
         edges, factors = [0, fragment.size], [1.0]
-        _read_alone(members[0][1], merged, recipe.threads)
+        _read_alone(members[0][1], merged, method.threads)
     else:
-        edges = [*(piece.offset for piece in fragment.pieces), fragment.size]
-        factors = _merge(recipe, fragment, members, edges, merged)
-    return _Step(recipe, edges, factors, state).take(merged)
+        edges = edges_of(fragment)
+        factors = merge_into(merged, method.rule, fragment, members, threads=method.threads)
+    return _Step(method, edges, factors, (theta, momentum, published)).take(merged)
 
 
 def _read_alone(frame: Frame, into: np.ndarray, threads: int | None) -> None:
@@ -124,163 +102,11 @@ def _read_alone(frame: Frame, into: np.ndarray, threads: int | None) -> None:
         raise MemberUnfit(0, error) from error
 
 
-def _merge(
-    recipe: Recipe,
-    fragment: Fragment,
-    members: Sequence[tuple[float, Frame]],
-    edges: list[int],
-    merged: np.ndarray,
-) -> list[float]:
-    """Writes what is merged; says with what each piece is still to be multiplied."""
-    weights = np.array([weight for weight, _ in members])
-    frames = [frame for _, frame in members]
-    radial = np.array([type(recipe.rule) is Radial and not p.embedding for p in fragment.pieces])
-    # What a delta counts with: its weight, or where directions are added up, its weight by
-    # its length; a delta without a length has no direction.
-    counts = np.where(radial, 0.0, weights[:, None])
-    lengths = np.zeros_like(counts)
-    if radial.any():
-        lengths = _lengths(frames, edges, recipe.threads) * radial
-        np.divide(weights[:, None], lengths, out=counts, where=lengths > 0)
-    weight = _in_order(weights)
-    fold = _Fold(edges, frames, weights, counts, 1 / weight, merged)
-    squares = sum(in_chunks(fold.chunk, fragment.size, recipe.threads), start=np.zeros(1))
-    factors, cancelled = [1.0] * len(radial), []
-    for number in np.flatnonzero(radial).tolist():
-        mean = _in_order(weights * lengths[:, number]) / weight
-        straight, agreement = (math.sqrt(square) for square in squares[:, number])
-        by_direction, factor = radial_factor(len(frames), weight, mean, straight, agreement)
-        factors[number] = factor * weight
-        if not by_direction:
-            cancelled.append(number)
-    if cancelled:  # Rare. There the deltas are added up after all.
-        counts[:, cancelled] = weights[:, None]
-        fold.only = frozenset(cancelled)
-        list(in_chunks(fold.chunk, fragment.size, recipe.threads))
-    return factors
-
-
-def _in_order(numbers: np.ndarray) -> float:
-    return float(sum(numbers.tolist()))
-
-
-def _lengths(frames: list[Frame], edges: list[int], threads: int | None) -> np.ndarray:
-    """The length of every member's every piece; all members' chunks in one queue."""
-    chunks = -(-edges[-1] // CHUNK)
-
-    def look(place: int) -> np.ndarray:
-        member, chunk = divmod(place, chunks)
-        try:
-            return frames[member].chunk_squares(chunk, edges)
-        except WireError as error:
-            raise MemberUnfit(member, error) from error
-
-    squares = np.zeros((len(frames), len(edges) - 1))
-    for place, found in enumerate(spread(look, len(frames) * chunks, threads)):
-        squares[place // chunks] += found
-    return np.sqrt(squares)
-
-
-@dataclass
-class _Fold:
-    """Adds up all members, one chunk at a time."""
-
-    edges: list[int]
-    frames: list[Frame]
-    weights: np.ndarray
-    counts: np.ndarray
-    """What each member's each piece counts with in what is merged."""
-
-    factor: float
-    """What the sums are multiplied with, so that they fit float32 whatever the weights."""
-
-    merged: np.ndarray
-    only: frozenset[int] | None = None
-    """Pieces to add up, if not all."""
-
-    def chunk(self, place: int, span: slice) -> np.ndarray:
-        """Merges a chunk; gives the squares of Σ weight · delta and Σ count · delta by piece."""
-        parts = [
-            (number, part)
-            for number, part in stretches(self.edges, span)
-            if self.only is None or number in self.only
-        ]
-        squares = np.zeros((2, len(self.edges) - 1))
-        codec = self.frames[0].codec
-        alike = all(frame.codec == codec for frame in self.frames)
-        if not parts:
-            pass
-        elif alike and isinstance(codec, Nibbles) and len(self.frames) <= TOGETHER:
-            self._fold_nibbles(codec, place, span, parts, squares)
-        else:
-            self._fold_values(place, span, parts, squares)
-        return squares
-
-    def _fold_nibbles(
-        self, codec: Nibbles, place: int, span: slice, parts: Parts, squares: np.ndarray
-    ) -> None:
-        from diloco_cli.wire.merge_kernels import FINE, LANES, fold_int4
-
-        count, block = span.stop - span.start, codec.block
-        length = codec.body_size(count)
-        bodies = tools.scratch("bodies", len(self.frames) * length, np.uint8)
-        bodies = bodies.reshape(len(self.frames), length)
-        for member in range(len(self.frames)):
-            bodies[member] = raw(self._body(member, place), length)
-        decoded = tools.scratch("decoded", block, np.float32)
-        near, far = tools.scratch("sums", 2 * block, np.float64).reshape(2, block)
-        lanes, found = np.empty(2 * LANES), np.empty(2)
-        for number, part in parts:
-            counts = np.ascontiguousarray(self.counts[:, number])
-            wrong = fold_int4(
-                *(bodies, block, -(-count // block), part.start - span.start),
-                *(self.weights, counts, self.factor, self.merged[part], found),
-                *(decoded, near, far, lanes),
-            )
-            if wrong != FINE:
-                self._values(wrong, place, count)  # Says what is wrong with it.
-                raise AssertionError(f"member {wrong} is read in two ways")
-            squares[:, number] = found
-
-    def _fold_values(self, place: int, span: slice, parts: Parts, squares: np.ndarray) -> None:
-        from diloco_cli.wire.sum_kernels import LANES, add_twice, put_scaled, square_sum_double
-
-        count = span.stop - span.start
-        straight, along = tools.scratch("sums", 2 * count, np.float64).reshape(2, count)
-        straight[:] = along[:] = 0.0
-        for member in range(len(self.frames)):
-            values, weight = self._values(member, place, count), float(self.weights[member])
-            for number, part in parts:
-                inside = slice(part.start - span.start, part.stop - span.start)
-                counted = float(self.counts[member, number])
-                add_twice(values[inside], straight[inside], along[inside], weight, counted)
-        lanes = np.empty(LANES)
-        for number, part in parts:
-            inside = slice(part.start - span.start, part.stop - span.start)
-            squares[0, number] = square_sum_double(straight[inside], lanes)
-            squares[1, number] = square_sum_double(along[inside], lanes)
-            put_scaled(along[inside], self.merged[part], self.factor)
-
-    def _values(self, member: int, place: int, count: int) -> np.ndarray:
-        values = tools.scratch("values", count, np.float32)
-        try:
-            self.frames[member].read(place, values)
-        except WireError as error:
-            raise MemberUnfit(member, error) from error
-        return values
-
-    def _body(self, member: int, place: int) -> bytes:
-        try:
-            return self.frames[member].body(place)
-        except WireError as error:
-            raise MemberUnfit(member, error) from error
-
-
 @dataclass(frozen=True)
 class _Step:
     """Makes the next version of a fragment out of what is merged."""
 
-    recipe: Recipe
+    method: Method
     edges: list[int]
     factors: list[float]
     state: tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -295,7 +121,7 @@ class _Step:
                 return self._chunk(span, new)
 
         chunks, digest = [], hashlib.sha256()
-        for place, compressed in enumerate(in_chunks(chunk, merged.size, self.recipe.threads)):
+        for place, compressed in enumerate(in_chunks(chunk, merged.size, self.method.threads)):
             chunks.append(compressed)
             # While the helpers are at the next chunks.
             digest.update(new[2][span_of(place, merged.size)].data)
@@ -308,11 +134,11 @@ class _Step:
         for number, part in stretches(self.edges, span):
             inside = change[part.start - span.start : part.stop - span.start]
             _refuse_infinite(self._stepped(part, self.factors[number], new, inside))
-        body = body_of(self.recipe.down, change)
+        body = body_of(self.method.down, change)
         decoded = tools.scratch("values", change.size, np.float32)
-        read_into(self.recipe.down, body, decoded)
+        read_into(self.method.down, body, decoded)
         _refuse_infinite(add_values(self.state[2][span], decoded, new[2][span]))
-        return tools.compressor(self.recipe.level).compress(body)
+        return tools.compressor(self.method.level).compress(body)
 
     def _stepped(
         self,
@@ -327,7 +153,7 @@ class _Step:
 
         theta, momentum, published = (vector[part] for vector in self.state)
         new_theta, new_momentum, _ = (vector[part] for vector in new)
-        optimiser, drain = self.recipe.optimiser, self.recipe.drain
+        optimiser, drain = self.method.optimiser, self.method.drain
         if type(optimiser) is Nesterov and not drain:
             lr, mu = optimiser.lr, optimiser.momentum
             return kernels.nesterov(
@@ -342,15 +168,6 @@ class _Step:
         new_theta[:], new_momentum[:] = optimiser.step(theta, momentum, merged, drain=drain)
         np.subtract(new_theta, published, out=change)
         return max(map(largest_bits, (new_momentum, change)))
-
-
-def stretches(edges: Sequence[int], span: slice) -> Parts:
-    """Which pieces a chunk holds, and which of the fragment's values those are."""
-    found = [
-        (number, slice(max(start, span.start), min(stop, span.stop)))
-        for number, (start, stop) in enumerate(pairwise(edges))
-    ]
-    return [(number, part) for number, part in found if part.start < part.stop]
 
 
 def _refuse_infinite(largest: int) -> None:

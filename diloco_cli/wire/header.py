@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -144,9 +145,15 @@ def _agree(header: Header) -> None:
 
 def _codec(header: Header) -> Codec:
     try:
-        return codecs.build(header.codec)
+        return _built(json.dumps(header.codec, sort_keys=True))
     except RegistryError as error:
         raise _wrong(f"`codec`: {error.message}") from None
+
+
+@lru_cache(maxsize=64)
+def _built(codec: str) -> Codec:
+    # Checking options takes as long as all the rest of a header, and they hardly ever differ.
+    return codecs.build(json.loads(codec))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from diloco_cli.cli.bench_link import link_figures
 from diloco_cli.cli.link_stage import REGIONS, Stage, stage
 from diloco_cli.errors import LinkError, WireError
 from diloco_cli.net.client import Fenced, Server
@@ -299,3 +300,16 @@ def test_a_file_is_sent_as_it_was_when_it_was_opened(bench, running, tmp_path: P
         other.replace(file)
         thread.join(60)
         assert decided(done[0])
+
+
+def test_the_benchmark_measures_every_figure_of_its_goals():
+    figures = {each["name"]: each for each in link_figures(quick=True)}
+    keys = {"name", "value", "unit", "reference", "ratio", "goal", "met"}
+    assert all(keys <= set(each) for each in figures.values())
+    assert {each["goal"] for each in figures.values()} == {None, 0.7, 0.8, 0.85, 1.3, 2.0}
+    assert all(each["value"] > 0 and each["reference"] > 0 for each in figures.values())
+
+
+def test_the_benchmark_measures_the_way_to_a_server_that_runs(running):
+    names = {each["name"] for each in link_figures(url=running.url)}
+    assert names == {"status, p50", "largest fragment, down"}

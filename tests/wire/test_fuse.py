@@ -13,7 +13,7 @@ from diloco_cli.errors import WireError
 from diloco_cli.wire.chunks import CHUNK
 from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.frame import Frame, open_frame, pack, seal, vector_digest
-from diloco_cli.wire.fuse import Diverged, MemberUnfit, Recipe, fuse, fusible
+from diloco_cli.wire.fuse import Diverged, MemberUnfit, Method, fuse, fusible
 
 SIZE = CHUNK + 70_001
 EDGES = [0, 30_000, 30_007, 500_000, CHUNK + 333, SIZE]
@@ -48,28 +48,28 @@ def state(size: int = SIZE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return theta, momentum, theta + np.float32(1e-4)
 
 
-def straightforward(recipe: Recipe, given: list[tuple[float, Frame]], before: tuple) -> tuple:
+def straightforward(how: Method, given: list[tuple[float, Frame]], before: tuple) -> tuple:
     theta, momentum = outer_step(
         fragment(),
-        recipe.rule,
-        recipe.optimiser,
+        how.rule,
+        how.optimiser,
         before[0],
         before[1],
         ((weight, frame.values()) for weight, frame in given),
-        drain=recipe.drain,
+        drain=how.drain,
     )
     change = theta - before[2]
-    published = before[2] + recipe.down.decode(recipe.down.encode(change), change.size)
+    published = before[2] + how.down.decode(how.down.encode(change), change.size)
     return theta, momentum, published
 
 
-def recipe(
+def method(
     rule: MergeRule | None = None,
     optimiser: OuterOptimiser | None = None,
     **more,
-) -> Recipe:
+) -> Method:
     down = codecs.build({"kind": "int8"})
-    return Recipe(rule or Radial(), optimiser or Nesterov(), down, **more)
+    return Method(rule or Radial(), optimiser or Nesterov(), down, **more)
 
 
 @pytest.mark.parametrize("optimiser", [Nesterov(), Sgd(lr=0.7)], ids=["nesterov", "sgd"])
@@ -77,7 +77,7 @@ def recipe(
 def test_plain_means_are_the_same_to_the_bit(codec, optimiser):
     theta, _, published = state()
     before = (theta, optimiser.start(SIZE), published)
-    given, how = members(3, codec), recipe(Mean(), optimiser)
+    given, how = members(3, codec), method(Mean(), optimiser)
     outcome = fuse(how, fragment(), given, before)
     expected = straightforward(how, given, before)
     for found, wanted in zip(
@@ -99,7 +99,7 @@ def test_plain_means_are_the_same_to_the_bit(codec, optimiser):
 )
 @pytest.mark.parametrize("drain", [False, True])
 def test_radial_merges_differ_by_the_rounding_of_lengths_alone(count, codec, drain):
-    given, how, before = members(count, codec), recipe(drain=drain), state()
+    given, how, before = members(count, codec), method(drain=drain), state()
     outcome = fuse(how, fragment(), given, before)
     theta, momentum, published = straightforward(how, given, before)
     np.testing.assert_allclose(outcome.theta, theta, rtol=0, atol=1e-6)
@@ -111,8 +111,8 @@ def test_radial_merges_differ_by_the_rounding_of_lengths_alone(count, codec, dra
 
 def test_threads_change_nothing():
     given, before = members(3, {"kind": "int4"}), state()
-    alone = fuse(recipe(threads=1), fragment(), given, before)
-    many = fuse(recipe(threads=3), fragment(), given, before)
+    alone = fuse(method(threads=1), fragment(), given, before)
+    many = fuse(method(threads=3), fragment(), given, before)
     np.testing.assert_array_equal(many.theta, alone.theta)
     np.testing.assert_array_equal(many.momentum, alone.momentum)
     assert (many.digest, many.chunks) == (alone.digest, alone.chunks)
@@ -120,7 +120,7 @@ def test_threads_change_nothing():
 
 def test_the_chunks_are_the_delta_that_leads_to_what_is_published():
     given, before = members(2, {"kind": "int4"}), state()
-    outcome = fuse(recipe(), fragment(), given, before)
+    outcome = fuse(method(), fragment(), given, before)
     assert outcome.digest == vector_digest(outcome.published)
     said = delta(SIZE, 41, codec={"kind": "int8"}, published=outcome.digest)
     frame = open_frame(seal(said, outcome.chunks), size=SIZE)
@@ -133,8 +133,8 @@ def test_the_chunks_are_the_delta_that_leads_to_what_is_published():
 def test_one_member_is_its_own_merge_and_the_old_version_stays_as_it_is():
     given, before = members(1, {"kind": "int4"}), state()
     copies = [vector.copy() for vector in before]
-    outcome = fuse(recipe(), fragment(), given, before)
-    theta, momentum, _ = straightforward(recipe(), given, before)
+    outcome = fuse(method(), fragment(), given, before)
+    theta, momentum, _ = straightforward(method(), given, before)
     np.testing.assert_array_equal(outcome.theta, theta)
     np.testing.assert_array_equal(outcome.momentum, momentum)
     for vector, copy in zip(before, copies, strict=True):
@@ -143,8 +143,8 @@ def test_one_member_is_its_own_merge_and_the_old_version_stays_as_it_is():
 
 def test_regions_may_use_different_codecs():
     given = members(2, {"kind": "int4"}) + members(2, {"kind": "int8"})
-    outcome = fuse(recipe(), fragment(), given, state())
-    theta, *_ = straightforward(recipe(), given, state())
+    outcome = fuse(method(), fragment(), given, state())
+    theta, *_ = straightforward(method(), given, state())
     np.testing.assert_allclose(outcome.theta, theta, rtol=0, atol=1e-6)
 
 
@@ -153,8 +153,8 @@ def test_where_directions_cancel_the_deltas_are_added_up_after_all():
     against = second.values()
     against[500_000 : CHUNK + 333] = -0.9 * first.values()[500_000 : CHUNK + 333]
     given = [(weight, first), (weight, open_frame(pack(first.header, against)))]
-    outcome = fuse(recipe(), fragment(), given, state())
-    theta, momentum, _ = straightforward(recipe(), given, state())
+    outcome = fuse(method(), fragment(), given, state())
+    theta, momentum, _ = straightforward(method(), given, state())
     np.testing.assert_allclose(outcome.theta, theta, rtol=0, atol=1e-6)
     np.testing.assert_allclose(outcome.momentum, momentum, rtol=3e-7, atol=1e-9)
 
@@ -168,7 +168,7 @@ def test_a_member_that_does_not_decode_is_named(rule, count):
     data[-40] ^= 1
     broken = Frame(sound.header, sound.digest, memoryview(data), sound.lengths, sound.codec)
     with pytest.raises(MemberUnfit, match="Chunk 1 does not decompress") as refusal:
-        fuse(recipe(rule), fragment(), [*given[:-1], (weight, broken)], state())
+        fuse(method(rule), fragment(), [*given[:-1], (weight, broken)], state())
     assert refusal.value.number == count - 1
     assert isinstance(refusal.value.error, WireError)
 
@@ -178,7 +178,7 @@ def test_weights_that_would_not_be_finite_are_not_made(place):
     theta, momentum, published = state()
     theta[place], momentum[place] = 3.4e38, -3.4e38
     with pytest.raises(Diverged):
-        fuse(recipe(), fragment(), members(2, {"kind": "int4"}), (theta, momentum, published))
+        fuse(method(), fragment(), members(2, {"kind": "int4"}), (theta, momentum, published))
 
 
 def test_rules_of_others_are_merged_elsewhere():
@@ -190,4 +190,4 @@ def test_rules_of_others_are_merged_elsewhere():
 
 def test_a_round_needs_members():
     with pytest.raises(ValueError, match="fragment 3: no members"):
-        fuse(recipe(), fragment(), [], state())
+        fuse(method(), fragment(), [], state())
