@@ -166,6 +166,8 @@ class Conductor:
     # Merging
 
     def _merge_soon(self, fragment: int) -> None:
+        if fragment in self._merges:
+            return  # It is tidying up after the last round and takes this one next.
         task = asyncio.get_running_loop().create_task(self._merge(fragment))
         self._merges[fragment] = task
         task.add_done_callback(lambda task: self._merged(fragment, task))
@@ -174,7 +176,12 @@ class Conductor:
         self._merges.pop(fragment, None)
         if not task.cancelled() and (error := task.exception()):
             self.state.fail(error)
-        self.state.wake.set()
+        state = self.state
+        if state.ledger.slots[fragment].closing and not (
+            state.stopping or state.closed or state.failure
+        ):
+            self._merge_soon(fragment)  # Closed in the moment in which the task ended.
+        state.wake.set()
 
     async def _merge(self, fragment: int) -> None:
         """Publishes a closed round, however often the disk must be asked."""

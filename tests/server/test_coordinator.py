@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from rig import NAMES, Bench, Region, in_a_loop, make_recipe, make_spec, receipt_of
@@ -299,3 +300,36 @@ async def test_a_waiting_region_hears_of_a_call_when_it_is_durable(tmp_path):
     assert news is not None and news.calls == {0: 0}
     nothing = await bench.server.wait_news("iowa", epoch=1, after=news.n, wait=0.01)
     assert nothing is None
+
+
+@in_a_loop
+async def test_a_round_closed_while_the_last_one_is_tidied_up_is_published_once(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    merging = []
+    next_round, rival, real = asyncio.Event(), asyncio.Event(), bench.server._in_thread
+
+    async def slow(work):
+        merging.append(work)
+        if len(merging) == 4:  # Compute, publish, drop payloads; now prune.
+            next_round.set()
+            with suppress(TimeoutError):  # A second task would begin to merge meanwhile.
+                await asyncio.wait_for(rival.wait(), 0.5)
+        elif len(merging) == 5:
+            rival.set()
+            await asyncio.sleep(0.2)  # And this one would find its round unpublished.
+        return await real(work)
+
+    bench.server._in_thread = slow
+    for version in range(2):
+        await bench.call(0)
+        for name in NAMES:
+            await bench.send(name)
+        bench.server.tick()
+        if version == 0:
+            await asyncio.wait_for(next_round.wait(), 20)
+            newest = bench.state.weights.newest[0]
+            for name, region in bench.regions.items():
+                region.adopt(0, newest.number, newest.merged[name])
+    await bench.settle()
+    assert bench.versions[0] == 2 and bench.state.failure is None
