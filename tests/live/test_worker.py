@@ -128,9 +128,11 @@ def test_a_run_survives_the_death_of_each_of_its_processes(live):
     # The trainer: the agent starts another, which goes on from what is durable.
     [trainer] = run.trainers()
     trainer.kill()
-    applied = run.status()["tokens"]["applied"]
     run.wait_for(lambda: run.region("paris")["restarts"] == 1, server, agent)
-    run.wait_for(lambda: run.status()["tokens"]["applied"] > applied, server, agent)
+    # What the dead one had posted may still be applied first: wait for the new one's own work.
+    run.wait_for(lambda: len(run.trainers()) == 1, server, agent)
+    step = run.progress("paris")["step"]
+    run.wait_for(lambda: run.progress("paris")["step"] > step, server, agent)
 
     # The agent: its trainer leaves in order; a new agent is the same worker, started again.
     [trainer] = run.trainers()
