@@ -96,7 +96,21 @@ class Coordinator(Conductor):
             stop=bool(state.stopping) and state.everyone,
             evaluate=region == self.evaluator(),
             lease_seconds=state.spec.server.lease,
+            mend=self._differing(region),
         )
+
+    def _differing(self, region: str) -> dict[int, str]:
+        """What a region says it holds of the newest versions and is not what was published."""
+        presence = self.state.presences.all.get(region)
+        held = presence.said.images if presence and presence.said else {}
+        newest = dict(enumerate(self.state.weights.newest))
+        return {
+            fragment: one.digest
+            for fragment, one in held.items()
+            if fragment in newest
+            and one.version == newest[fragment].number
+            and one.digest != newest[fragment].digest
+        }
 
     async def wait_news(self, region: str, *, epoch: int, after: int, wait: Seconds) -> News | None:
         """Answers as soon as something happened after record `after`; None if nothing does."""

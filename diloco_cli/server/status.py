@@ -160,6 +160,7 @@ def _region(coordinator: Coordinator, name: str) -> dict[str, Any]:
         else round(max(0.0, state.wall() - merged_at), 1),
         "restarts": said.restarts if said else None,
         "refused": ledger.refused.get(name, 0),
+        "mended": said.mended if said else 0,
         "why": _region_why(coordinator, name, presence),
     }
 

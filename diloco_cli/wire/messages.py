@@ -133,6 +133,8 @@ class News(Message):
     evaluate: Flag
     """This region evaluates the held-out loss of the global weights."""
     lease_seconds: Seconds
+    mend: dict[Count, Digest] = {}
+    """Digests this region reported and nobody published: fetch those fragments whole."""
 
 
 class Joined(News):
@@ -155,6 +157,13 @@ class Tokens(Request):
     pending: tuple[Amount, ...]
     refused: tuple[Amount, ...]
     discarded: tuple[Amount, ...]
+
+
+class Holding(Request):
+    """The published weights of one fragment, as a region has them."""
+
+    version: Version
+    digest: Digest
 
 
 class HeldOut(Request):
@@ -181,6 +190,10 @@ class Heartbeat(Request):
     restarts: Count = 0
     why: Text = ""
     heldout: HeldOut | None = None
+    images: dict[Count, Holding] = {}
+    """What the region's agent has of each fragment; none of what it does not have yet."""
+    mended: Count = 0
+    """Images with other bits than were published, replaced since the agent was started."""
 
 
 def parse_heartbeat(data: bytes, *, fragments: int) -> Heartbeat:

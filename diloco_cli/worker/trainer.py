@@ -191,7 +191,10 @@ class Trainer:
             # A frame being written has no digest yet, so an image that merged it could not
             # be told from one that merged a stranger's.
             arrived = None if self.drafts[number] else self.inbox.take(number)
-            if arrived is None or arrived.image.version <= book.version:
+            if arrived is None or arrived.image.version < book.version:
+                continue
+            if arrived.image.version == book.version:  # Only an image that was mended comes again.
+                self.own.stand_on(number, arrived.image.weights)
                 continue
             merged = self.own.adopt(number, arrived)
             self.reporter.events.note(

@@ -10,6 +10,7 @@ from rig import NAMES, Bench, Region, in_a_loop, make_recipe, make_spec, receipt
 
 from diloco_cli.core.rounds import Accept, Fenced, Foreign, Recorded, Refused, Returned
 from diloco_cli.server.denied import Denied
+from diloco_cli.server.status import status
 
 
 @in_a_loop
@@ -99,6 +100,26 @@ async def test_a_heartbeat_revives_a_lease_of_the_same_epoch(tmp_path):
     await bench.beat("paris")
     assert bench.state.live() == {"paris"}
     assert ("revived", {"region": "paris", "silent_seconds": 11.0}) in bench.noted
+
+
+@in_a_loop
+async def test_a_region_with_other_bits_than_were_published_is_told(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join("paris")
+    true = {n: one.digest for n, one in enumerate(bench.state.weights.newest)}
+
+    def holds(version: int, digest: str) -> dict:
+        right = {"version": 0, "digest": true[1]}
+        return {0: {"version": version, "digest": digest}, 1: right}
+
+    assert (await bench.beat("paris", images=holds(0, true[0]))).mend == {}
+    assert (await bench.beat("paris", images=holds(0, "f" * 64))).mend == {0: "f" * 64}
+    # Of another version than the newest nothing is known here, and it will be replaced anyway.
+    assert (await bench.beat("paris", images=holds(9, "f" * 64))).mend == {}
+    assert (await bench.beat("paris", images={7: {"version": 0, "digest": "f" * 64}})).mend == {}
+    assert status(bench.server, "")["regions"][1]["mended"] == 0
+    await bench.beat("paris", mended=2)
+    assert status(bench.server, "")["regions"][1]["mended"] == 2
 
 
 @in_a_loop

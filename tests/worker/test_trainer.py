@@ -129,6 +129,17 @@ def test_a_version_without_our_frame_leaves_it_in_flight_and_keeps_the_work(play
     np.testing.assert_allclose(local(trainer, 0), stage.published[0] - held, atol=1e-6)
 
 
+def test_a_mended_image_moves_the_anchor_and_keeps_the_work(play):
+    stage, trainer = play()
+    steps(trainer, 2)
+    held = trainer.own.held(0)
+    stage.published[0] = stage.published[0] + np.float32(0.25)
+    stage.publish(0)
+    until(trainer, lambda: np.array_equal(trainer.own.anchors[0], stage.published[0]))
+    np.testing.assert_allclose(trainer.own.held(0), held, atol=1e-6)
+    assert trainer.own.books[0].version == 0 and honest(trainer)
+
+
 def test_adopting_keeps_the_inner_optimiser(play):
     stage, trainer = play()
     steps(trainer, 2)
