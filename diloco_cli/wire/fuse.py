@@ -13,19 +13,20 @@ last. So the result does not depend on the number of threads, and a server that 
 it again gets the same bits.
 
 `core/merge.py` and `core/outer.py` say what is computed here; `fusible` says for which
-merge rules this way of computing it exists.
+merge rules the first two sweeps exist. Any other rule is folded as `core/merge.py` has it,
+one decoded member after another; the third sweep is the same for all.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from diloco_cli.core.fragments import Fragment
-from diloco_cli.core.merge import Mean, MergeRule, Radial
+from diloco_cli.core.merge import Mean, MergeRule, Radial, merge
 from diloco_cli.core.outer import Nesterov, OuterOptimiser, Sgd
 from diloco_cli.errors import WireError
 from diloco_cli.wire.chunks import body_of, in_chunks, read_into, span_of, tools
@@ -85,21 +86,26 @@ def fuse(
     if not members:
         raise ValueError(f"fragment {fragment.number}: no members to merge")
     theta, momentum, published = map(vector, state)
-    merged = np.empty(fragment.size, np.float32)
-    if len(members) == 1:  # A member alone is its own merge, bit for bit.
-        edges, factors = [0, fragment.size], [1.0]
-        _read_alone(members[0][1], merged, method.threads)
-    else:
-        edges = edges_of(fragment)
+    edges, factors = [0, fragment.size], [1.0]
+    if len(members) > 1 and fusible(method.rule):
+        merged, edges = np.empty(fragment.size, np.float32), edges_of(fragment)
         factors = merge_into(merged, method.rule, fragment, members, threads=method.threads)
+    else:  # A member alone is its own merge, bit for bit.
+        merged = merge(method.rule, fragment, _decoded(members, method.threads))
+        merged = np.require(merged, np.float32, ["C", "A", "W"])
     return _Step(method, edges, factors, (theta, momentum, published)).take(merged)
 
 
-def _read_alone(frame: Frame, into: np.ndarray, threads: int | None) -> None:
-    try:
-        list(in_chunks(lambda place, span: frame.read(place, into[span]), into.size, threads))
-    except WireError as error:
-        raise MemberUnfit(0, error) from error
+def _decoded(
+    members: Sequence[tuple[float, Frame]], threads: int | None
+) -> Iterator[tuple[float, np.ndarray]]:
+    for number, (weight, frame) in enumerate(members):
+        try:
+            values = frame.values(threads=threads)
+        except WireError as error:
+            raise MemberUnfit(number, error) from error
+        yield weight, values
+        del values  # Decoded vectors are large: only the current one is kept.
 
 
 @dataclass(frozen=True)
