@@ -19,8 +19,9 @@ from pathlib import Path as FilePath
 from typing import Any, cast
 
 from diloco_cli.core.fragments import Layout, cut
-from diloco_cli.core.merge import MergeRule, merge_rules
+from diloco_cli.core.merge import MergeRule
 from diloco_cli.core.outer import OuterOptimiser, outer_optimisers
+from diloco_cli.core.robust import merge_rules
 from diloco_cli.errors import RegistryError
 from diloco_cli.registry import Registry
 from diloco_cli.server.store import stores

@@ -22,6 +22,12 @@ WINDOW = 32
 ENOUGH = 8
 """Norms that must be known before any is called too large."""
 
+STRIKES = 3
+"""Unfit contributions in a row after which a region's work is kept out."""
+
+PAROLE = 8
+"""Sound contributions in a row after which it is let in again; the last of them counts."""
+
 LARGEST = 1e15
 """No training moves one weight this far. Far enough from float32's limit (3e38) that sums
 and momentum of what passes stay finite, also before any usual norm is known."""
@@ -41,6 +47,43 @@ class Norms:
     def usual(self) -> float | None:
         """The median, once there is enough to tell."""
         return median(self.recent) if len(self.recent) >= ENOUGH else None
+
+
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """What was found in one region's latest contributions.
+
+    One that is unfit again and again is not waited for and not merged: in quarantine. It
+    is still called, and what it sends is still looked at, so a region that was repaired
+    comes back by itself.
+    """
+
+    strikes: int = 0
+    """Unfit ones in a row."""
+    sound: int = 0
+    """Sound ones in a row since it is in quarantine."""
+    quarantined: bool = False
+    last: str = ""
+    """Why the last unfit one was."""
+
+    def found(self, unfit: str | None) -> Conduct:
+        """Takes note of one more contribution: sound, or unfit for this reason."""
+        if unfit is not None:
+            strikes = self.strikes + 1
+            return Conduct(strikes, 0, self.quarantined or strikes >= STRIKES, unfit)
+        if not self.quarantined or self.sound + 1 >= PAROLE:
+            return Conduct()
+        return Conduct(0, self.sound + 1, True, self.last)
+
+    @property
+    def why(self) -> str:
+        """Says what keeps the region out; empty if nothing does."""
+        if not self.quarantined:
+            return ""
+        return (
+            f"in quarantine after {STRIKES} unfit contributions in a row, the last: {self.last}; "
+            f"{PAROLE} sound ones in a row end it, {self.sound} so far"
+        )
 
 
 def inspect(

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from diloco_cli.core.guard import Conduct, Norms
 from diloco_cli.core.rounds import Decision, Receipt, Standing
 
 Record = Mapping[str, Any]
@@ -46,6 +47,8 @@ class Slot:
     published: str = ""
     members: tuple[str, ...] = ()
     """Of the newest version, for display."""
+    norms: Norms = field(default_factory=Norms)
+    """Of the latest accepted contributions."""
 
 
 @dataclass(slots=True)
@@ -68,6 +71,8 @@ class Ledger:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
     """Contributions refused or returned, by region."""
+    conduct: dict[str, Conduct] = field(default_factory=dict)
+    """What was found in each region's latest contributions."""
     bytes_up: int = 0
     values_up: int = 0
     """Parameters that the accepted frames carried: bytes_up × 8 ÷ this = bits a parameter."""
@@ -85,6 +90,10 @@ class Ledger:
             known=slot.decided.get(region),
             finished=bool(self.finished),
         )
+
+    def quarantined(self) -> set[str]:
+        """Regions whose work is kept out for now."""
+        return {region for region, conduct in self.conduct.items() if conduct.quarantined}
 
     def high(self, region: str) -> int:
         """The largest clock ever decided for a region, so that a new disk starts above it."""
@@ -126,12 +135,22 @@ def _decided(ledger: Ledger, record: Record) -> None:
     slot.decided[receipt.region] = Decision(
         receipt.clock, receipt.digest, record["fate"], record.get("why", "")
     )
+    _looked_at(ledger, receipt.region, record)
     if record["fate"] == "pending":
+        slot.norms = slot.norms.seen(record.get("norm", 0.0))
         slot.waiting[receipt.region] = receipt
         ledger.bytes_up += receipt.bytes
         ledger.values_up += record.get("values", 0)
     else:
         ledger.refused[receipt.region] = ledger.refused.get(receipt.region, 0) + 1
+
+
+def _looked_at(ledger: Ledger, region: str, record: Record) -> None:
+    fate, known = record["fate"], ledger.conduct.get(region, Conduct())
+    if fate == "pending" or record.get("sound"):
+        ledger.conduct[region] = known.found(None)
+    elif fate == "refused":
+        ledger.conduct[region] = known.found(record.get("why", ""))
 
 
 def _closed(ledger: Ledger, record: Record) -> None:

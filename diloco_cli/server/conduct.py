@@ -158,7 +158,7 @@ class Conductor:
         members, drain = list(verdict.members), bool(state.ledger.end)
         about = {"fragment": fragment, "version": slot.version, "members": members, "drain": drain}
         state.record("closed", **about)
-        weights = [_weight(state, receipt) for receipt in slot.closing.values()]
+        weights = [state.recipe.weight(receipt) for receipt in slot.closing.values()]
         state.note("closed", **about, weights=weights, why=verdict.why)
         state.rounds[fragment] = Round()
         self._merge_soon(fragment)
@@ -300,7 +300,3 @@ class Conductor:
         if any(now >= limit for limit in limits) and not self._merges:
             self.done.set()
         return limits
-
-
-def _weight(state: State, receipt: Receipt) -> float:
-    return state.recipe.weight(receipt.tokens, receipt.steps)

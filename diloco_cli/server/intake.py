@@ -35,9 +35,9 @@ MOST_UPLOADS = 64
 SILENCE_SECONDS = 60.0
 """An upload that sends nothing for so long is given up."""
 
-GENEROSITY = 64
+GENEROSITY = 8
 """Times the tokens of a step in the server's spec that a region may claim: it may train
-with larger batches than the server knows of, but not outvote everybody by a claim."""
+with larger batches than the server knows of. In a round they count no more than those."""
 
 
 class Intake:
@@ -155,9 +155,10 @@ class Intake:
         frame = await loop.run_in_executor(self._checks, self._open, address, draft)
         receipt = _receipt(address, frame)
         unfit, length = None, 0.0
+        norms = state.ledger.slots[fragment.number].norms
         if self._would_accept(receipt, address.epoch):
             unfit, length = await loop.run_in_executor(
-                self._checks, examine, frame, fragment, state.norms[fragment.number], state.recipe
+                self._checks, examine, frame, fragment, norms, state.recipe
             )
         totals = dict(frame.header.totals)
         del frame

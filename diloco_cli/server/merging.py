@@ -103,7 +103,7 @@ def _opened(
             frame = open_frame(store.payload(receipt.digest), size=fragment.size)
             if frame.digest != receipt.digest:
                 raise WireError(f"the payload is frame {frame.digest[:12]}")
-            return recipe.weight(receipt.tokens, receipt.steps), frame
+            return recipe.weight(receipt), frame
         except (PayloadLost, WireError, ValueError) as error:
             raise _Unusable(_unfit(receipt, error)) from error
 

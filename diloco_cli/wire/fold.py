@@ -20,6 +20,7 @@ import numpy as np
 
 from diloco_cli.core.fragments import Fragment
 from diloco_cli.core.merge import MergeRule, Radial, radial_factor
+from diloco_cli.core.robust import ByColumn, Clipped
 from diloco_cli.errors import WireError
 from diloco_cli.wire.chunks import CHUNK, in_chunks, span_of, spread, tools
 from diloco_cli.wire.codec import raw
@@ -31,6 +32,9 @@ TOGETHER = 32
 
 KEPT_BYTES = 8
 """Decompressed bytes for each value that may wait for the second sweep: 16 members in int4."""
+
+STRIP = 1 << 14
+"""Values sorted at a time, so that all members' lie in the cache."""
 
 Parts = list[tuple[int, slice]]
 """Pieces by number, and which of the fragment's values are meant."""
@@ -57,9 +61,12 @@ def merge_into(
 
     Raises MemberUnfit for a frame that does not decode.
     """
+    frames = [frame for _, frame in members]
+    if isinstance(rule, ByColumn):
+        list(in_chunks(_Columns(rule, frames, merged).chunk, fragment.size, threads))
+        return [1.0] * len(fragment.pieces)
     edges = edges_of(fragment)
     weights = np.array([weight for weight, _ in members])
-    frames = [frame for _, frame in members]
     radial = np.array([type(rule) is Radial and not p.embedding for p in fragment.pieces])
     # What a delta counts with: its weight, or where directions are added up, its weight by
     # its length; a delta without a length has no direction.
@@ -69,6 +76,9 @@ def merge_into(
     if radial.any():
         lengths = _lengths(bodies, edges, threads) * radial
         np.divide(weights[:, None], lengths, out=counts, where=lengths > 0)
+    if isinstance(rule, Clipped):
+        whole = np.sqrt(np.square(_lengths(bodies, edges, threads)).sum(axis=1))
+        counts *= np.array(rule.shares(whole.tolist()))[:, None]
     weight = _in_order(weights)
     fold = _Fold(edges, bodies, weights, counts, 1 / weight, merged)
     squares = sum(in_chunks(fold.chunk, fragment.size, threads), start=np.zeros(1))
@@ -230,6 +240,29 @@ class _Fold:
             squares[0, number] = square_sum_double(straight[inside], lanes)
             squares[1, number] = square_sum_double(along[inside], lanes)
             put_scaled(along[inside], self.merged[part], self.factor)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Merges all members value by value, one chunk at a time."""
+
+    rule: ByColumn
+    frames: list[Frame]
+    merged: np.ndarray
+
+    def chunk(self, place: int, span: slice) -> None:
+        count = span.stop - span.start
+        rows = tools.scratch("rows", len(self.frames) * count, np.float32)
+        rows = rows.reshape(len(self.frames), count)
+        for member, frame in enumerate(self.frames):
+            try:
+                frame.read(place, rows[member])
+            except WireError as error:
+                raise MemberUnfit(member, error) from error
+        for start in range(0, count, STRIP):
+            strip = slice(start, min(start + STRIP, count))
+            inside = slice(span.start + strip.start, span.start + strip.stop)
+            self.merged[inside] = self.rule.combine(rows[:, strip])
 
 
 def edges_of(fragment: Fragment) -> list[int]:

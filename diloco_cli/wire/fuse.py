@@ -28,6 +28,7 @@ import numpy as np
 from diloco_cli.core.fragments import Fragment
 from diloco_cli.core.merge import Mean, MergeRule, Radial, merge
 from diloco_cli.core.outer import Nesterov, OuterOptimiser, Sgd
+from diloco_cli.core.robust import ByColumn, Clipped
 from diloco_cli.errors import WireError
 from diloco_cli.wire.chunks import body_of, in_chunks, read_into, span_of, tools
 from diloco_cli.wire.codec import Codec, vector
@@ -69,7 +70,7 @@ class Method:
 
 def fusible(rule: MergeRule) -> bool:
     """Says whether this merge rule can be computed here."""
-    return type(rule) in (Mean, Radial)
+    return type(rule) in (Mean, Radial, Clipped) or isinstance(rule, ByColumn)
 
 
 def fuse(

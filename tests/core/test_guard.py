@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diloco_cli.core.fragments import Fragment, Piece
-from diloco_cli.core.guard import ENOUGH, WINDOW, Norms, inspect
+from diloco_cli.core.guard import ENOUGH, PAROLE, STRIKES, WINDOW, Conduct, Norms, inspect
 
 TWO_TENSORS = Fragment(0, (Piece("embed", 5, 9, (4, 2), 0, True), Piece("w", 0, 4, (4,), 8)))
 USUAL = Norms((1.0,) * ENOUGH)
@@ -79,3 +79,25 @@ def test_whatever_passes_is_finite(values):
         assert np.isfinite(values).all()
     else:
         assert not (np.abs(values) <= 1e15).all()
+
+
+def after(*found: str | None) -> Conduct:
+    conduct = Conduct()
+    for unfit in found:
+        conduct = conduct.found(unfit)
+    return conduct
+
+
+def test_a_region_is_kept_out_after_several_unfit_contributions_in_a_row():
+    assert not after(*["nan"] * (STRIKES - 1)).quarantined
+    assert after(*["nan"] * STRIKES).quarantined
+    # With sound work in between it is an accident, however often.
+    assert not after(*["nan", None] * 10).quarantined
+
+
+def test_quarantine_ends_with_sound_work_in_a_row_and_says_how_much_is_missing():
+    kept = after(*["nan"] * STRIKES, *[None] * (PAROLE - 1))
+    assert kept.quarantined and "the last: nan" in kept.why and f"{PAROLE - 1} so far" in kept.why
+    assert kept.found(None) == Conduct() and Conduct().why == ""
+    back = kept.found("too long")
+    assert back.quarantined and back.sound == 0 and "the last: too long" in back.why

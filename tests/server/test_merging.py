@@ -22,11 +22,12 @@ from diloco_cli.server.store import FragmentState
 from diloco_cli.wire.chunks import CHUNK, cores
 from diloco_cli.wire.frame import Header, open_frame, pack, seal, vector_digest
 
+NAMES = ("a", "b", "c", *(f"r{number:02}" for number in range(48)))
 TENSORS = (Tensor("embed", (500, 400), embedding=True), Tensor("w", (1500, 1200)))
 
 
 def recipe(**changes: Any) -> Recipe:
-    made = make_recipe(make_spec(**changes))
+    made = make_recipe(make_spec(NAMES, **changes))
     return replace(made, layout=cut(TENSORS, 1))
 
 
@@ -145,7 +146,7 @@ def test_a_rule_without_kernels_is_folded_as_it_says(drain):
     version, _ = merged(run, frames, drain=drain)
     before = beginning(run).state
     weighed = [
-        (run.weight(receipt.tokens, receipt.steps), open_frame(data).values())
+        (run.weight(receipt), open_frame(data).values())
         for receipt, data in zip(receipts(frames), frames, strict=True)
     ]
     fragment, state = run.layout.fragments[0], (before.theta, before.momentum)
