@@ -19,6 +19,7 @@ from diloco_cli.server.api import CALLS, Call
 from diloco_cli.server.coordinator import Coordinator, other_wire
 from diloco_cli.server.denied import HEADERS, Denied
 from diloco_cli.server.durable import DiskFull
+from diloco_cli.server.receiving import Incoming
 from diloco_cli.server.routes import Routes
 from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, WIRE_VERSION
 
@@ -89,11 +90,14 @@ class Guarded:
         if scope["type"] != "http":
             return
         self.under_way += 1
+        incoming = Incoming(receive)
         try:
             if self.state.closed:
-                await answer_error(closing())(scope, receive, send)
+                await answer_error(closing())(scope, incoming, send)
             else:
-                await self.app(scope, receive, send)
+                await self.app(scope, incoming, send)
+            if scope["method"] in ("PUT", "POST"):
+                await incoming.linger()
         finally:
             self.under_way -= 1
 

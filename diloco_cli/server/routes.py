@@ -105,7 +105,9 @@ class Routes:
         size = _number(request, "size")
         if not length or start + length > size:
             raise Denied(
-                "bad-request", f"Bytes {start}-{start + (length or 0) - 1} of {size} are no part."
+                "bad-request",
+                f"Bytes {start}-{start + (length or 0) - 1} of {size} are no part.",
+                "A part says its length, and `size` is that of the whole frame.",
             )
         query = request.query_params
         frame = _digest("frame", query.get("frame", ""))
@@ -282,7 +284,11 @@ def _header_number(request: Request, key: str) -> int:
 
 def _digest(key: str, text: str) -> str:
     if not _SHA256.fullmatch(text):
-        raise Denied("bad-request", f"`{key}` is {text!r:.80}, it needs a SHA-256 in hexadecimal.")
+        raise Denied(
+            "bad-request",
+            f"`{key}` is {text!r:.80}, it needs a SHA-256 in hexadecimal.",
+            "A frame's digest is its last 32 bytes.",
+        )
     return text
 
 

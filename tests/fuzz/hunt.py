@@ -22,6 +22,7 @@ import importlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -118,6 +119,8 @@ def by_atheris(watch: Watch, batch: int, runs: int) -> None:
     def counted(data: bytes) -> None:
         watch(data)
         if watch.outcomes.total() == runs:
+            # Its alarm against endless inputs would go off while the interpreter ends.
+            signal.setitimer(signal.ITIMER_REAL, 0)
             watch.report()
 
     atheris.Setup([sys.argv[0], *options, str(corpus)], counted)

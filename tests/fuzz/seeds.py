@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 import numpy as np
-from tests.wire.forge import delta, header, taken_apart
 
 from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.frame import pack
+from tests.wire.forge import delta, header, taken_apart
 
 SIZE = 100
 DIGEST = "d" * 64

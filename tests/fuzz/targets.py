@@ -17,7 +17,6 @@ import struct
 from collections.abc import Callable
 
 import numpy as np
-from tests.wire.forge import put_together, squeezed
 
 from diloco_cli.errors import WireError
 from diloco_cli.net.parts import missing
@@ -25,6 +24,7 @@ from diloco_cli.wire import messages
 from diloco_cli.wire.frame import Frame, open_frame, read_chain
 from diloco_cli.wire.header import read_header, write_header
 from diloco_cli.wire.messages import Having, parse, parse_error, parse_heartbeat
+from tests.wire.forge import put_together, squeezed
 
 from .seeds import CODECS, body_bytes, fields_of
 
