@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypothesis import strategies as st
@@ -93,14 +93,26 @@ _HEADS = [
     for number, name in enumerate(CODECS)
     for place in places(fields_of(name)[0])
 ]
-recipes = st.binary(max_size=48)
+RECIPE_BYTES = 24
+SEVERAL = 16
+"""Inputs made of one draw: drawing takes longer than decoding."""
+
+recipes = st.binary(min_size=SEVERAL * RECIPE_BYTES, max_size=SEVERAL * RECIPE_BYTES)
 
 
-def _shapes(name: str, documents: list[tuple[bytes, Any, Place]]) -> st.SearchStrategy[bytes]:
+def _several(make: Callable[[Any, bytes], bytes]) -> Callable[[Any, bytes], list[bytes]]:
+    def inputs(chosen: Any, drawn: bytes) -> list[bytes]:
+        starts = range(0, len(drawn), RECIPE_BYTES)
+        return [make(chosen, drawn[start : start + RECIPE_BYTES]) for start in starts]
+
+    return inputs
+
+
+def _shapes(name: str, documents: list[tuple[bytes, Any, Place]]) -> st.SearchStrategy[list[bytes]]:
     return st.one_of(
-        st.builds(spliced, st.sampled_from(SEEDS[name]()), recipes),
-        st.builds(_with_another, st.sampled_from(documents), recipes),
-        st.binary(max_size=200),
+        st.builds(_several(spliced), st.sampled_from(SEEDS[name]()), recipes),
+        st.builds(_several(_with_another), st.sampled_from(documents), recipes),
+        st.lists(st.binary(max_size=200), min_size=1, max_size=3),
     )
 
 
