@@ -61,7 +61,7 @@ class BulkTransport(SyncHttpxTransport):
         except PyreqwestError as error:
             raise _translated(error, request) from error
         source = cast(httpx.SyncByteStream, response.stream)
-        response.stream = _Stream(source, request, _length(response))
+        response.stream = _Stream(source, request, _length(request, response))
         return response
 
     def close(self) -> None:
@@ -97,11 +97,11 @@ class _Stream(httpx.SyncByteStream):
         self._source.close()
 
 
-def _length(response: httpx.Response) -> int | None:
+def _length(request: httpx.Request, response: httpx.Response) -> int | None:
     """How long the body is said to be, where there is one."""
     said = response.headers.get("content-length", "")
-    empty = response.status_code in (204, 304) or not said.isdecimal()
-    return None if empty else int(said)
+    bare = response.status_code in (204, 304) or request.method == "HEAD"
+    return None if bare or not said.isdecimal() else int(said)
 
 
 def _was_connected(error: httpx.ConnectError) -> bool:

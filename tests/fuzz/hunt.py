@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "build" / "fuzz"
@@ -94,7 +95,7 @@ def by_hypothesis(watch: Watch, batch: int, runs: int) -> None:
         database=None,
         deadline=None,
         phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 
     def every(inputs: list[bytes]) -> None:
@@ -109,9 +110,7 @@ def by_hypothesis(watch: Watch, batch: int, runs: int) -> None:
     watch.report()
 
 
-def by_atheris(watch: Watch, batch: int, runs: int) -> None:
-    import atheris
-
+def by_atheris(atheris: Any, watch: Watch, batch: int, runs: int) -> None:
     from .seeds import SEEDS
 
     corpus = watch.keep / f"corpus-{watch.name}"
@@ -134,13 +133,12 @@ def by_atheris(watch: Watch, batch: int, runs: int) -> None:
 
 def one_batch(engine: str, target: str, batch: int, runs: int, keep: Path) -> None:
     if engine == "atheris":
-        import atheris
-
+        atheris: Any = importlib.import_module("atheris")  # Not there for everybody.
         for name in COMPILED:
             importlib.import_module(f"diloco_cli.wire.{name}")
         with atheris.instrument_imports(include=["diloco_cli"]):
             watch = Watch(target, keep)
-        by_atheris(watch, batch, runs)
+        by_atheris(atheris, watch, batch, runs)
     else:
         by_hypothesis(Watch(target, keep), batch, runs)
 

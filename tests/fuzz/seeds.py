@@ -123,6 +123,16 @@ SAID: dict[str, dict[str, Any]] = {
     },
     "answer": {"fate": "returned", "why": "too old", "merged": DIGEST, "recorded": False},
     "having": {"have": [[0, 50], [100, 200]], "decided": False},
+    "listed": {
+        "region": "paris",
+        "fragment": 0,
+        "base": 4,
+        "clock": 500,
+        "epoch": 2,
+        "frame": DIGEST,
+        "size": 1000,
+        "have": [[0, 50], [100, 200]],
+    },
     "error": {
         "error": {"code": "held", "message": "paris is held.", "hint": "Wait."},
         "retry_seconds": 3.5,

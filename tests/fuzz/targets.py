@@ -20,6 +20,7 @@ import numpy as np
 
 from diloco_cli.errors import WireError
 from diloco_cli.net.parts import missing
+from diloco_cli.server.shelf import Listed
 from diloco_cli.wire import messages
 from diloco_cli.wire.frame import Frame, open_frame, read_chain
 from diloco_cli.wire.header import read_header, write_header
@@ -160,6 +161,17 @@ def _having(data: bytes) -> None:
             at = stop
 
 
+def _listed(data: bytes) -> None:
+    """What a server wrote down of an upload: taken up again only if it fits together."""
+    found = parse(Listed, data)
+    assert parse(Listed, found.body()) == found
+    if not found.sound:
+        raise WireError("ranges that do not fit together")
+    gaps = missing(found.have, found.size)
+    covered = sum(stop - start for start, stop in (*found.have, *gaps))
+    assert covered == found.size, (found.have, gaps)
+
+
 def _error(data: bytes) -> None:
     found = parse_error(data)
     if found is None:
@@ -185,6 +197,7 @@ MESSAGES: tuple[tuple[str, Callable[[bytes], None]], ...] = (
     ("latest", _again(messages.Latest)),
     ("answer", _again(messages.Answer)),
     ("having", _having),
+    ("listed", _listed),
     ("error", _error),
     ("header", _head),
 )

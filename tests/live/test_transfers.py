@@ -178,6 +178,20 @@ def test_a_download_that_failed_for_good_goes_on_later(bench, running):
         assert proxy.down_bytes - before < len(found.data) - 1_000_000
 
 
+def test_a_pull_that_breaks_off_goes_on_where_it_was(bench, running, tmp_path):
+    with linked(running, "20Mbit/20ms") as proxy, bench.server(proxy.url) as server:
+        before, done = proxy.down_bytes, []
+        pull = partial(server.weights, tmp_path / "model.safetensors")
+        thread = threading.Thread(target=_note, args=(done, pull))
+        thread.start()
+        proxy.wait_until(lambda traffic: traffic.down_arrived > before + 2_500_000)
+        proxy.reset_all()
+        thread.join(60)
+        assert done[0]["run"] == bench.run
+        size = (tmp_path / "model.safetensors").stat().st_size
+        assert size > 4 * VALUES and proxy.down_bytes - before < size + 1_000_000
+
+
 def test_a_server_killed_in_mid_upload_gets_only_what_it_does_not_have(carrier):
     with stage(VALUES) as running:
         bench = Bench(running, carrier=carrier)
