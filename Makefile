@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint model bench docs clean
+.PHONY: install demo test lint model fuzz bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -28,6 +28,10 @@ lint: install                    ## style, types, layers
 
 model: install                   ## thousands of seeds of the crash model
 	$(BIN)/python -m tests.model.explore --seeds 3000 --every-crash-point
+
+fuzz: install                    ## a million bad inputs for each decoder and engine
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz.hunt $(FUZZ)
 
 bench: install                   ## figures, each beside its limit from the same run
 	$(BIN)/diloco bench start

@@ -5,6 +5,7 @@
       run.json                      which run this is: id, spec and layout digests
       journal                       every decision, in order
       payloads/DIGEST.frame         contributions of open rounds
+      parts/…                       frames that are half received: see `shelf`
       fragments/F/vNNNNNNNN.state   weights, momentum, published weights of one version
       fragments/F/vNNNNNNNN.delta   the frame that leads from the version before
       address.json                  where the server listens, while it does
@@ -66,10 +67,12 @@ class FragmentState:
 class Draft:
     """A payload on its way in: written as it arrives, visible only once it is kept."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, again: bool = False) -> None:
+        """With `again` it goes on with what may be there."""
         self.path, self.size = path, 0
+        new = 0 if again else os.O_EXCL
         with disk_errors(path):
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | new, 0o600)
 
     def write(self, data: bytes | memoryview) -> None:
         with disk_errors(self.path):
@@ -133,6 +136,7 @@ class Store(Protocol):
     journal: Journal
 
     def draft_payload(self, size: int = 0) -> Draft: ...
+    def parts_folder(self, size: int = 0) -> Path: ...
     def keep_payload(self, digest: str, data: bytes | memoryview | Draft) -> None: ...
     def payload(self, digest: str) -> memoryview: ...
     def payloads(self) -> set[str]: ...
@@ -179,7 +183,7 @@ class Folder:
         try:
             durable.remove_drafts(folder)
             journal, records = open_run(folder, layout, spec, notice)
-            for name in ("payloads", "fragments"):
+            for name in ("payloads", "parts", "fragments"):
                 durable.make_folder(folder / name)
         except BaseException:
             os.close(lock)
@@ -196,6 +200,12 @@ class FolderStore:
         """Begins a payload of about `size` bytes whose digest is not known yet."""
         self.check_room(size + self.kind.reserve)
         return Draft(durable.draft_of(self.folder / "payloads" / "upload"))
+
+    def parts_folder(self, size: int = 0) -> Path:
+        """Where frames wait that arrive in parts; there is room for `size` bytes more."""
+        if size:
+            self.check_room(size + self.kind.reserve)
+        return self.folder / "parts"
 
     def keep_payload(self, digest: str, data: bytes | memoryview | Draft) -> None:
         """Makes a payload durable under its digest. Keeping it again changes nothing."""

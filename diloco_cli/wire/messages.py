@@ -12,7 +12,14 @@ import math
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlencode
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
 from diloco_cli.errors import WireError
 from diloco_cli.registry import in_words
@@ -85,6 +92,12 @@ def fault(error: ValidationError, *, known: list[str] | None = None) -> str:
     return f"`{key}` {message}" if key else message
 
 
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    # NaN could be read, but not be written down again: JSON has no word for it.
+    json.dumps(found, allow_nan=False)
+    return found
+
+
 class Run(Message):
     """GET /v1/run: what every region must share."""
 
@@ -97,7 +110,7 @@ class Run(Message):
     fragments: tuple[Annotated[int, Field(strict=True, ge=1, le=2**40)], ...]
     """Size of each fragment."""
     lease_seconds: Seconds
-    settings: dict[str, Any]
+    settings: Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
 class Join(Request):

@@ -2,8 +2,8 @@
 
 A version travels as a delta against the one before; the chain from ours to the newest
 is added up one by one in float32, exactly as the server did, and the digest after each
-says that we hold the server's bits. Where a chain is broken or does not add up, the
-whole fragment is fetched instead.
+says that we hold the server's bits. Where a chain is broken, does not add up or has more
+bytes than the whole fragment (the server knows), that is fetched instead.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def bring_up(server: Server, fragment: int, have: Image | None, version: int) ->
     if have is not None:
         frames = server.chain(fragment, version, have.version)
         if frames is None:
-            why = f"the server no longer has the deltas since version {have.version}"
+            why = f"the deltas since version {have.version} are longer, or no longer there"
         elif (image := add_up(have, frames)) is not None:
             return image, ""
         else:
