@@ -11,13 +11,14 @@ so memory does not grow with the number of regions that send at once.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from diloco_cli.core import rounds
-from diloco_cli.core.fragments import Fragment, norm
-from diloco_cli.core.guard import Norms, inspect
+from diloco_cli.core.fragments import Fragment
+from diloco_cli.core.guard import LARGEST, Norms, inspect, unusual
 from diloco_cli.core.rounds import Accept, Receipt
 from diloco_cli.errors import WireError
 from diloco_cli.server.coordinator import Coordinator
@@ -238,16 +239,21 @@ def misaddressed(frame: Frame, address: Address, recipe: Recipe, run: str) -> st
 def examine(
     frame: Frame, fragment: Fragment, norms: Norms, recipe: Recipe
 ) -> tuple[str | None, float]:
-    """Decodes a contribution once: says why it must not be merged, or None, and its norm."""
+    """Decodes a contribution once: says why it must not be merged, or None, and its norm.
+
+    Where it goes without, the values are not even laid out.
+    """
     if why := _dishonest(frame, recipe):
         return why, 0.0
     try:
-        values = frame.values()
+        length = math.sqrt(float(frame.squares([0, fragment.size])[0]))
+        if length > LARGEST:  # One of its values may be: it gets a closer look.
+            return inspect(frame.values(), fragment, norms), length
     except NotFinite as error:
         return f"{_tensor_at(fragment, error.index)} has the value {error.value}", 0.0
     except WireError as error:
         return error.message, 0.0
-    return inspect(values, fragment, norms), norm(values)
+    return unusual(length, norms), length
 
 
 def _dishonest(frame: Frame, recipe: Recipe) -> str | None:
