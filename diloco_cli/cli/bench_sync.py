@@ -45,7 +45,7 @@ WARM_ROUNDS = 10
 """Not counted: kernels are loaded, connections opened, rates found, memory touched, and the
 store has as many versions as it keeps, so that it writes where it wrote before."""
 
-PAIRS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ def _growth(parameters: int, few: Cost, many: Cost) -> Figure:
 
 def parameters_of(text: str) -> int:
     """Reads a number such as 10M, 250k or 1_000_000."""
-    number, scale = (text[:-1], PAIRS[text[-1].lower()]) if text[-1:].lower() in PAIRS else (text, 1)
+    scale = UNITS.get(text[-1:].lower(), 1)
     try:
-        found = round(float(number) * scale)
+        found = round(float(text[:-1] if scale > 1 else text) * scale)
     except (ValueError, OverflowError):
         found = 0
     if not 100_000 <= found <= 2 * 10**9:
@@ -251,7 +251,7 @@ def bare_seconds(spec: RunSpec, parts: Parts) -> float:
     """CPU time of the arithmetic alone: every region packs, one merges, every region adds."""
     import numpy as np
 
-    from diloco_cli.wire.frame import Header, open_frame, pack, seal, vector_digest
+    from diloco_cli.wire.frame import Header, open_frame, pack, seal
     from diloco_cli.wire.fuse import Method, fuse
 
     fragment = parts.layout.fragments[0]
@@ -275,11 +275,9 @@ def bare_seconds(spec: RunSpec, parts: Parts) -> float:
         began = time.process_time()
         members = [(1.0, open_frame(pack(header, delta))) for _ in spec.regions]
         made = fuse(method, fragment, members, state)
-        down = open_frame(
-            seal(replace(header, codec=codecs["down"]), made.chunks)
-        )
+        down = open_frame(seal(replace(header, codec=codecs["down"]), made.chunks))
         for _ in spec.regions:
-            vector_digest(weights + down.values())
+            down.added_to(weights)
         return time.process_time() - began
 
     once()

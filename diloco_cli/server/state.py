@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from diloco_cli.core import pace, rounds
 from diloco_cli.core.guard import Norms
 from diloco_cli.core.ledger import Ledger, Slot
@@ -58,6 +60,8 @@ class State:
         self.presences = Presences(ledger.regions, self.spec.server.lease, now=now)
         self.averages = pace.Averages()
         self.norms = [Norms() for _ in ledger.slots]
+        self.squares: dict[str, np.ndarray] = {}
+        """Of the pieces of payloads that wait, by digest: spares a merge the look for lengths."""
         self.rounds = [self._reopened(slot, now) for slot in ledger.slots]
         self.why = ["not called yet"] * len(ledger.slots)
         """What each fragment's round waits for."""
