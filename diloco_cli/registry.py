@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -68,7 +69,7 @@ class Registry(Generic[T]):
         ]
         fitting = {key: value for key, value in options.items() if key in known}
         try:
-            built = TypeAdapter(choice).validate_python(fitting)
+            built = _adapter(choice).validate_python(fitting)
             return (None, errors) if errors else (built, [])
         except RegistryError as error:  # An option is itself a choice, and a wrong one.
             return None, [*errors, error]
@@ -89,6 +90,12 @@ class Registry(Generic[T]):
         key = ".".join(str(step) for step in detail["loc"])
         said = f"The {self.noun} {kind!r}: {key} {message}"
         return RegistryError(said, hint=hint, key=key)
+
+
+@cache
+def _adapter(choice: type) -> TypeAdapter[Any]:
+    """Made once: every frame names its codec, and to make one takes a millisecond."""
+    return TypeAdapter(choice)
 
 
 def nearest(asked: str, known: Sequence[str], label: str) -> str:

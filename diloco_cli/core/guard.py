@@ -95,6 +95,11 @@ def inspect(
         return _not_finite(delta, fragment)
     if length > LARGEST and (absurd := _absurd(delta, fragment)):
         return absurd
+    return unusual(length, norms, limit=limit)
+
+
+def unusual(length: float, norms: Norms, *, limit: float = 20.0) -> str | None:
+    """Says why a contribution of this length must not be merged, or None if it may."""
     usual = norms.usual
     if usual is not None and length > limit * usual:
         return (

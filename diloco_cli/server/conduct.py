@@ -201,8 +201,11 @@ class Conductor:
         recipe, store, began = state.recipe, state.store, state.clock()
         about, old = recipe.layout.fragments[fragment], state.weights.newest[fragment]
         await state.commit.durable()
+        known = {each.digest: state.squares.pop(each.digest, None) for each in receipts}
         result = await self._in_thread(
-            lambda: next_version(recipe, store, old, about, receipts, drain=slot.drain)
+            lambda: next_version(
+                recipe, store, old, about, receipts, drain=slot.drain, squares=known
+            )
         )
         if isinstance(result, Spoiled):
             dropped = self._drop(fragment, result)

@@ -11,13 +11,16 @@ so memory does not grow with the number of regions that send at once.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from diloco_cli.core import rounds
-from diloco_cli.core.fragments import Fragment, norm
-from diloco_cli.core.guard import Norms, inspect
+from diloco_cli.core.fragments import Fragment
+from diloco_cli.core.guard import LARGEST, Norms, inspect, unusual
 from diloco_cli.core.rounds import Accept, Receipt
 from diloco_cli.errors import WireError
 from diloco_cli.server.coordinator import Coordinator
@@ -27,6 +30,7 @@ from diloco_cli.server.receiving import AGAIN, batches, too_large
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import Draft
 from diloco_cli.wire.codec import NotFinite
+from diloco_cli.wire.fold import edges_of
 from diloco_cli.wire.frame import Frame, most_bytes, open_frame
 
 MOST_UPLOADS = 64
@@ -154,14 +158,17 @@ class Intake:
         fragment = state.recipe.layout.fragments[address.fragment]
         frame = await loop.run_in_executor(self._checks, self._open, address, draft)
         receipt = _receipt(address, frame)
-        unfit, length = None, 0.0
+        unfit, squares = None, None
         norms = state.ledger.slots[fragment.number].norms
         if self._would_accept(receipt, address.epoch):
-            unfit, length = await loop.run_in_executor(
+            unfit, squares = await loop.run_in_executor(
                 self._checks, examine, frame, fragment, norms, state.recipe
             )
         totals = dict(frame.header.totals)
         del frame
+        length = math.sqrt(float(squares.sum())) if squares is not None else 0.0
+        if squares is not None and unfit is None:
+            state.squares[receipt.digest] = squares
         self._arriving[receipt.digest] += 1
         try:
             if unfit is None:
@@ -197,6 +204,7 @@ class Intake:
         if self._arriving[digest] <= 0:
             del self._arriving[digest]
             if not self._coordinator.wanted(digest):
+                self._state.squares.pop(digest, None)
                 await asyncio.to_thread(self._state.store.drop_payloads, [digest])
 
 
@@ -238,17 +246,23 @@ def misaddressed(frame: Frame, address: Address, recipe: Recipe, run: str) -> st
 
 def examine(
     frame: Frame, fragment: Fragment, norms: Norms, recipe: Recipe
-) -> tuple[str | None, float]:
-    """Decodes a contribution once: says why it must not be merged, or None, and its norm."""
+) -> tuple[str | None, np.ndarray | None]:
+    """Decodes a contribution: says why it must not be merged, or None; and its pieces' squares.
+
+    Where it goes without, the values are not even laid out.
+    """
     if why := _dishonest(frame, recipe):
-        return why, 0.0
+        return why, None
     try:
-        values = frame.values()
+        squares = frame.squares(edges_of(fragment))
+        length = math.sqrt(float(squares.sum()))
+        if not length <= LARGEST:  # One of its values may be as large: it gets a closer look.
+            return inspect(frame.values(), fragment, norms), squares
     except NotFinite as error:
-        return f"{_tensor_at(fragment, error.index)} has the value {error.value}", 0.0
+        return f"{_tensor_at(fragment, error.index)} has the value {error.value}", None
     except WireError as error:
-        return error.message, 0.0
-    return inspect(values, fragment, norms), norm(values)
+        return error.message, None
+    return unusual(length, norms), squares
 
 
 def _dishonest(frame: Frame, recipe: Recipe) -> str | None:

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from diloco_cli.core.fragments import Fragment
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.errors import DilocoError, WireError
@@ -63,8 +65,12 @@ def next_version(
     receipts: Sequence[Receipt],
     *,
     drain: bool,
+    squares: Mapping[str, np.ndarray | None] | None = None,
 ) -> tuple[Version, bytes] | Spoiled:
-    """Computes the next version and its delta frame, or says who must leave the round first."""
+    """Computes the next version and its delta frame, or says who must leave the round first.
+
+    `squares` may hold what was found out about a payload's pieces when it came in.
+    """
     receipts = sorted(receipts, key=lambda receipt: receipt.region)
     regions = tuple(receipt.region for receipt in receipts)
     method = Method(
@@ -74,10 +80,11 @@ def next_version(
         level=recipe.spec.wire.zstd,
         drain=drain,
     )
-    before = old.state
+    state, known = old.state, [(squares or {}).get(each.digest) for each in receipts]
+    before = (state.theta, state.momentum, state.published)
     try:
         members = _opened(recipe, store, fragment, receipts)
-        made = fuse(method, fragment, members, (before.theta, before.momentum, before.published))
+        made = fuse(method, fragment, members, before, known)
     except _Unusable as error:
         return error.spoiled
     except MemberUnfit as error:

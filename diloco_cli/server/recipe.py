@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from diloco_cli.core.fragments import Layout
@@ -27,7 +28,7 @@ class Recipe:
     settings: dict[str, Any]
     """Those settings, for `GET /v1/run`."""
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         return [fragment.size for fragment in self.layout.fragments]
 

@@ -16,7 +16,6 @@ journal record, visible. A file that the journal does not speak of is never used
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import numpy as np
+from blake3 import blake3
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -55,8 +55,8 @@ class FragmentState:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of every bit; two states are the same exactly if it is."""
-        summary = hashlib.sha256()
+        """BLAKE3 of every bit; two states are the same exactly if it is."""
+        summary = blake3()
         for name in ("theta", "momentum", "published"):
             values = np.ascontiguousarray(getattr(self, name), np.dtype("<f4"))
             summary.update(f"{name} {values.size}\n".encode())

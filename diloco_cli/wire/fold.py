@@ -55,6 +55,7 @@ def merge_into(
     fragment: Fragment,
     members: Sequence[tuple[float, Frame]],
     *,
+    squares: Sequence[np.ndarray | None] = (),
     threads: int | None,
 ) -> list[float]:
     """Writes what is merged; says with what each piece is still to be multiplied.
@@ -73,19 +74,22 @@ def merge_into(
     counts = np.where(radial, 0.0, weights[:, None])
     lengths = np.zeros_like(counts)
     bodies = _Bodies(frames, fragment.size)
-    if radial.any():
-        lengths = _lengths(bodies, edges, threads) * radial
+    if radial.any() or isinstance(rule, Clipped):
+        known = [each for each in squares if each is not None]
+        if len(known) < len(members):
+            known = _squares(bodies, edges, threads)
+        lengths = np.sqrt(known) * radial
         np.divide(weights[:, None], lengths, out=counts, where=lengths > 0)
-    if isinstance(rule, Clipped):
-        whole = np.sqrt(np.square(_lengths(bodies, edges, threads)).sum(axis=1))
-        counts *= np.array(rule.shares(whole.tolist()))[:, None]
+        if isinstance(rule, Clipped):
+            shares = rule.shares(np.sqrt(np.sum(known, axis=1)).tolist())
+            counts *= np.array(shares)[:, None]
     weight = _in_order(weights)
     fold = _Fold(edges, bodies, weights, counts, 1 / weight, merged)
-    squares = sum(in_chunks(fold.chunk, fragment.size, threads), start=np.zeros(1))
+    sums = sum(in_chunks(fold.chunk, fragment.size, threads), start=np.zeros(1))
     factors, cancelled = [1.0] * len(radial), []
     for number in np.flatnonzero(radial).tolist():
         mean = _in_order(weights * lengths[:, number]) / weight
-        straight, agreement = (math.sqrt(square) for square in squares[:, number])
+        straight, agreement = (math.sqrt(square) for square in sums[:, number])
         by_direction, factor = radial_factor(len(frames), weight, mean, straight, agreement)
         factors[number] = factor * weight
         if not by_direction:
@@ -161,15 +165,15 @@ class _Bodies:
         return values
 
 
-def _lengths(bodies: _Bodies, edges: list[int], threads: int | None) -> np.ndarray:
-    """The length of every member's every piece; all members' chunks in one queue."""
+def _squares(bodies: _Bodies, edges: list[int], threads: int | None) -> np.ndarray:
+    """The squared length of every member's every piece; all members' chunks in one queue."""
     members, chunks = len(bodies.frames), -(-edges[-1] // CHUNK)
     squares = np.zeros((members, len(edges) - 1))
     bodies.prepare()
     found = spread(lambda n: bodies.look(n // chunks, n % chunks, edges), members * chunks, threads)
     for place, part in enumerate(found):
         squares[place // chunks] += part
-    return np.sqrt(squares)
+    return squares
 
 
 @dataclass

@@ -19,7 +19,6 @@ one decoded member after another; the third sweep is the same for all.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +32,7 @@ from diloco_cli.errors import WireError
 from diloco_cli.wire.chunks import body_of, in_chunks, read_into, span_of, tools
 from diloco_cli.wire.codec import Codec, vector
 from diloco_cli.wire.fold import MemberUnfit, edges_of, merge_into, stretches
-from diloco_cli.wire.frame import Frame
+from diloco_cli.wire.frame import Frame, VectorHash
 
 __all__ = ["Diverged", "MemberUnfit", "Method", "Outcome", "fuse", "fusible"]
 
@@ -78,9 +77,12 @@ def fuse(
     fragment: Fragment,
     members: Sequence[tuple[float, Frame]],
     state: tuple[np.ndarray, np.ndarray, np.ndarray],
+    squares: Sequence[np.ndarray | None] = (),
 ) -> Outcome:
     """Merges (weight, frame) pairs, in the order given, into theta, momentum, published.
 
+    `squares` may say what `Frame.squares` found between the pieces of each member; if it
+    knows all of them, the first sweep is spared.
     Raises MemberUnfit for a frame that does not decode, Diverged where the result is not
     finite. The arrays of `state` stay as they are.
     """
@@ -90,7 +92,9 @@ def fuse(
     edges, factors = [0, fragment.size], [1.0]
     if len(members) > 1 and fusible(method.rule):
         merged, edges = np.empty(fragment.size, np.float32), edges_of(fragment)
-        factors = merge_into(merged, method.rule, fragment, members, threads=method.threads)
+        factors = merge_into(
+            *(merged, method.rule, fragment, members), squares=squares, threads=method.threads
+        )
     else:  # A member alone is its own merge, bit for bit.
         merged = merge(method.rule, fragment, _decoded(members, method.threads))
         merged = np.require(merged, np.float32, ["C", "A", "W"])
@@ -127,11 +131,11 @@ class _Step:
             with np.errstate(over="ignore", invalid="ignore"):  # Looked for, and then named.
                 return self._chunk(span, new)
 
-        chunks, digest = [], hashlib.sha256()
+        chunks, digest = [], VectorHash()
         for place, compressed in enumerate(in_chunks(chunk, merged.size, self.method.threads)):
             chunks.append(compressed)
             # While the helpers are at the next chunks.
-            digest.update(new[2][span_of(place, merged.size)].data)
+            digest.update(new[2][span_of(place, merged.size)])
         return Outcome(*new, chunks, digest.hexdigest())
 
     def _chunk(self, span: slice, new: tuple[np.ndarray, np.ndarray, np.ndarray]) -> bytes:

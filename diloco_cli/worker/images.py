@@ -96,9 +96,9 @@ def add_up(have: Image, chain: Sequence[Frame]) -> Image | None:
     """Applies deltas one by one; None when one does not lead to the weights it names."""
     weights, said = have.weights, None
     for frame in chain:
-        weights = weights + frame.values()
+        weights, digest = frame.added_to(weights)
         said = frame.header
-        if vector_digest(weights) != said.published:
+        if digest != said.published:
             return None
     if said is None:
         return have
