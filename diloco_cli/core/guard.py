@@ -9,6 +9,7 @@ reason with values.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -27,6 +28,9 @@ STRIKES = 3
 
 PAROLE = 8
 """Sound contributions in a row after which it is let in again; the last of them counts."""
+
+LIMIT = 20.0
+"""Times the usual norm from which on a contribution is refused."""
 
 LARGEST = 1e15
 """No training moves one weight this far. Far enough from float32's limit (3e38) that sums
@@ -87,7 +91,7 @@ class Conduct:
 
 
 def inspect(
-    delta: np.ndarray, fragment: Fragment, norms: Norms, *, limit: float = 20.0
+    delta: np.ndarray, fragment: Fragment, norms: Norms, *, limit: float = LIMIT
 ) -> str | None:
     """Says why a contribution must not be merged, or None if it may."""
     length = norm(delta)
@@ -98,7 +102,7 @@ def inspect(
     return unusual(length, norms, limit=limit)
 
 
-def unusual(length: float, norms: Norms, *, limit: float = 20.0) -> str | None:
+def unusual(length: float, norms: Norms, *, limit: float = LIMIT) -> str | None:
     """Says why a contribution of this length must not be merged, or None if it may."""
     usual = norms.usual
     if usual is not None and length > limit * usual:
@@ -107,6 +111,29 @@ def unusual(length: float, norms: Norms, *, limit: float = 20.0) -> str | None:
             f"more than {limit:g} times that is refused"
         )
     return None
+
+
+def outlier(
+    lengths: Sequence[float], steps: Sequence[float], *, limit: float = LIMIT
+) -> tuple[int, str] | None:
+    """Names the member of a round that is absurdly long beside the others, and says why.
+
+    At the beginning of a run no usual norm is known, so the members are held against each
+    other. More steps make a longer delta, though never more than in proportion: a member
+    must be too long in both ways of counting. Of two nobody can say who is wrong.
+    """
+    if len(lengths) < 3:
+        return None
+    number = max(range(len(lengths)), key=lambda one: lengths[one])
+    for measured in (lengths, [length / n for length, n in zip(lengths, steps, strict=True)]):
+        others = median(value for one, value in enumerate(measured) if one != number)
+        if others == 0 or measured[number] <= limit * others:
+            return None
+    others = median(length for one, length in enumerate(lengths) if one != number)
+    return number, (
+        f"its norm is {lengths[number]:.4g}, that of the round's other members {others:.4g}; "
+        f"more than {limit:g} times that is refused"
+    )
 
 
 def _not_finite(delta: np.ndarray, fragment: Fragment) -> str:

@@ -14,6 +14,7 @@ again. Nothing that is not finite leaves this module.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,12 +22,14 @@ from typing import Literal
 import numpy as np
 
 from diloco_cli.core.fragments import Fragment
+from diloco_cli.core.guard import outlier
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.errors import DilocoError, WireError
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import FragmentState, PayloadLost, Store
 from diloco_cli.wire.chunks import spread
 from diloco_cli.wire.codec import NotFinite, codecs
+from diloco_cli.wire.fold import edges_of
 from diloco_cli.wire.frame import Frame, Header, open_frame, seal
 from diloco_cli.wire.fuse import Diverged, MemberUnfit, Method, fuse
 
@@ -80,10 +83,11 @@ def next_version(
         level=recipe.spec.wire.zstd,
         drain=drain,
     )
-    state, known = old.state, [(squares or {}).get(each.digest) for each in receipts]
+    state = old.state
     before = (state.theta, state.momentum, state.published)
     try:
         members = _opened(recipe, store, fragment, receipts)
+        known = _lengths_known(recipe, fragment, receipts, members, squares or {})
         made = fuse(method, fragment, members, before, known)
     except _Unusable as error:
         return error.spoiled
@@ -115,6 +119,29 @@ def _opened(
             raise _Unusable(_unfit(receipt, error)) from error
 
     return list(spread(one, len(receipts)))
+
+
+def _lengths_known(
+    recipe: Recipe,
+    fragment: Fragment,
+    receipts: Sequence[Receipt],
+    members: Sequence[tuple[float, Frame]],
+    known: Mapping[str, np.ndarray | None],
+) -> list[np.ndarray]:
+    """The squares of each member's pieces; raises for a member too long to be honest."""
+    edges, found = edges_of(fragment), []
+    for receipt, (_, frame) in zip(receipts, members, strict=True):
+        squares = known.get(receipt.digest)
+        try:
+            found.append(frame.squares(edges) if squares is None else squares)
+        except WireError as error:
+            raise _Unusable(_unfit(receipt, error)) from error
+    lengths = [math.sqrt(float(squares.sum())) for squares in found]
+    steps = [min(receipt.steps, recipe.steps_cap) for receipt in receipts]
+    if unusual := outlier(lengths, steps):
+        number, why = unusual
+        raise _Unusable(Spoiled((receipts[number].region,), "refused", why))
+    return found
 
 
 def _unfit(receipt: Receipt, error: Exception) -> Spoiled:

@@ -32,12 +32,17 @@ class Recipe:
     def sizes(self) -> list[int]:
         return [fragment.size for fragment in self.layout.fragments]
 
+    @property
+    def steps_cap(self) -> float:
+        """Steps beyond which a contribution counts no more."""
+        return float((self.spec.sync.staleness + 1) * self.spec.sync.every)
+
     def weight(self, receipt: Receipt) -> float:
         """Says how much a contribution counts in its round.
 
         Never for larger batches than this spec gives its region: weight grows with their
         square, and nobody is to outvote the others by a claim.
         """
-        sync, inner = self.spec.sync, self.spec.inner_of(receipt.region)
+        inner = self.spec.inner_of(receipt.region)
         tokens = min(receipt.tokens, receipt.steps * inner.batch * inner.sequence)
-        return weight(tokens, receipt.steps, steps_cap=float((sync.staleness + 1) * sync.every))
+        return weight(tokens, receipt.steps, steps_cap=self.steps_cap)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diloco_cli.core.fragments import Fragment, Piece
-from diloco_cli.core.guard import ENOUGH, PAROLE, STRIKES, WINDOW, Conduct, Norms, inspect
+from diloco_cli.core.guard import ENOUGH, PAROLE, STRIKES, WINDOW, Conduct, Norms, inspect, outlier
 
 TWO_TENSORS = Fragment(0, (Piece("embed", 5, 9, (4, 2), 0, True), Piece("w", 0, 4, (4,), 8)))
 USUAL = Norms((1.0,) * ENOUGH)
@@ -101,3 +101,17 @@ def test_quarantine_ends_with_sound_work_in_a_row_and_says_how_much_is_missing()
     assert kept.found(None) == Conduct() and Conduct().why == ""
     back = kept.found("too long")
     assert back.quarantined and back.sound == 0 and "the last: too long" in back.why
+
+
+def test_a_member_far_longer_than_the_others_of_its_round_is_named():
+    number, why = outlier([1.0, 1.2, 900.0, 0.9], [8.0] * 4) or (None, "")
+    assert number == 2 and "its norm is 900, that of the round's other members 1;" in why
+    assert outlier([1.0, 1.2, 15.0], [8.0] * 3) is None
+    # Of two nobody can say who is wrong, and beside nothing everything is long.
+    assert outlier([1.0, 900.0], [8.0] * 2) is None
+    assert outlier([0.0, 0.0, 1.0], [8.0] * 3) is None
+
+
+def test_many_steps_excuse_a_long_delta():
+    assert outlier([1.0, 1.0, 60.0], [1.0, 1.0, 100.0]) is None
+    assert outlier([1.0, 1.0, 60.0], [1.0, 1.0, 2.0]) is not None

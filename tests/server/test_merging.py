@@ -166,3 +166,14 @@ def test_memory_does_not_grow_with_the_number_of_regions():
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.05 * peaks[0]
+
+
+def test_one_that_is_absurdly_long_beside_the_others_leaves_the_round():
+    run = recipe()
+    frames = [contribution(run, name, seed) for seed, name in enumerate(("a", "b", "c"))]
+    honest = open_frame(frames[1])
+    frames[1] = pack(honest.header, 1000 * honest.values())
+    store, fragment = cast(Any, Payloads(frames)), run.layout.fragments[0]
+    spoiled = next_version(run, store, beginning(run), fragment, receipts(frames), drain=False)
+    assert isinstance(spoiled, Spoiled) and spoiled.regions == ("b",)
+    assert spoiled.fate == "refused" and "the round's other members" in spoiled.why
