@@ -23,6 +23,12 @@ T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
 
 
+@cache
+def _reader(choice: type[Any]) -> TypeAdapter[Any]:
+    """Checks a choice's options; making it takes milliseconds, and frames ask every time."""
+    return TypeAdapter(choice)
+
+
 class Registry(Generic[T]):
     def __init__(self, noun: str) -> None:
         self.noun = noun
@@ -69,7 +75,7 @@ class Registry(Generic[T]):
         ]
         fitting = {key: value for key, value in options.items() if key in known}
         try:
-            built = _adapter(choice).validate_python(fitting)
+            built = _reader(choice).validate_python(fitting)
             return (None, errors) if errors else (built, [])
         except RegistryError as error:  # An option is itself a choice, and a wrong one.
             return None, [*errors, error]
@@ -90,12 +96,6 @@ class Registry(Generic[T]):
         key = ".".join(str(step) for step in detail["loc"])
         said = f"The {self.noun} {kind!r}: {key} {message}"
         return RegistryError(said, hint=hint, key=key)
-
-
-@cache
-def _adapter(choice: type) -> TypeAdapter[Any]:
-    """Made once: every frame names its codec, and to make one takes a millisecond."""
-    return TypeAdapter(choice)
 
 
 def nearest(asked: str, known: Sequence[str], label: str) -> str:

@@ -30,7 +30,7 @@ from threading import Condition
 from typing import Any, NamedTuple
 
 from diloco_cli.errors import StoreError
-from diloco_cli.server.durable import FULL, DiskFull, disk_errors, keep_bytes, sync_folder
+from diloco_cli.server.durable import FULL, DiskFull, disk_errors, keep_bytes
 
 SCHEMA = 1
 MAGIC = b"\xd1LJ\x01"  # Not UTF-8, so it never occurs inside a body.
@@ -95,18 +95,16 @@ class Journal:
         with disk_errors(path):
             data = path.read_bytes()
         run, records, last, stop = _read(path, data)
-        journal = cls(path, run, last, stop)
         if stop < len(data):
             notice(
                 f"{path}: cut {len(data) - stop} bytes after record {last.number}, at byte {stop}: "
                 f"a write that a crash interrupted before anyone was told of it"
             )
-        with disk_errors(path):
-            os.ftruncate(journal._handle, stop)
-            # Also what a killed server wrote and never flushed: it is about to be relied on.
-            os.fsync(journal._handle)
-            sync_folder(path.parent)
-        return journal, records
+        # What the last server wrote and could not flush is about to be relied on. It goes into
+        # a new file: after a flush that failed, the kernel takes pages for written that never
+        # reached the disk, and another flush of the old file would only seem to succeed.
+        keep_bytes(path, data[:stop])
+        return cls(path, run, last, stop), records
 
     @property
     def last(self) -> int:

@@ -185,6 +185,7 @@ class Folder:
             journal, records = open_run(folder, layout, spec, notice)
             for name in ("payloads", "parts", "fragments"):
                 durable.make_folder(folder / name)
+            durable.keep_names(folder)
         except BaseException:
             os.close(lock)
             raise
