@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint model fuzz bench docs clean
+.PHONY: install demo test lint model poison fuzz bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -32,6 +32,9 @@ model: install                   ## thousands of seeds of the crash model
 fuzz: install                    ## a million bad inputs for each decoder and engine
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz.hunt $(FUZZ)
+
+poison: install                  ## one region of eight lies, in every way we know
+	$(BIN)/python -m tests.poison.rehearsal
 
 bench: install                   ## figures, each beside its limit from the same run
 	$(BIN)/diloco bench start

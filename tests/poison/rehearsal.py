@@ -106,8 +106,10 @@ def the_same_bytes(header: Header, values: np.ndarray, memory: dict[str, Any]) -
     return memory.setdefault(f"bytes {header.fragment}", pack(header, values))
 
 
-def a_billion_billion_tokens(header: Header, values: np.ndarray, memory: dict[str, Any]) -> bytes:
-    return pack(replace(header, tokens=1e18), values)
+def as_many_tokens_as_a_frame_can_say(
+    header: Header, values: np.ndarray, memory: dict[str, Any]
+) -> bytes:
+    return pack(replace(header, tokens=9e15), values)
 
 
 def a_few_times_the_tokens(header: Header, values: np.ndarray, memory: dict[str, Any]) -> bytes:
@@ -121,7 +123,7 @@ LIES: dict[str, Lie] = {
     "random": random,
     "stale work": the_same_again,
     "stale bytes": the_same_bytes,
-    "tokens 1e18": a_billion_billion_tokens,
+    "tokens 9e15": as_many_tokens_as_a_frame_can_say,
     "tokens x7, sign-flip": a_few_times_the_tokens,
 }
 
@@ -205,6 +207,7 @@ class Rehearsal:
             self.now += 10.0  # Whoever is not waited for has had its grace.
         newest = self.state.weights.newest[fragment]
         for name, region in self.regions.items():
+            self._hear(name, region, fragment)
             self._adopt(name, region, fragment, newest)
 
     async def _post(self, name: str, region: Region, fragment: int) -> None:
@@ -220,6 +223,12 @@ class Rehearsal:
             region.own.answered(fragment, Fate(frame.digest, "refused", answer.why))
         elif not isinstance(answer, Accept):
             region.own.answered(fragment, Fate(frame.digest, "foreign", "not accepted"))
+
+    def _hear(self, name: str, region: Region, fragment: int) -> None:
+        """What became of a frame after it was accepted."""
+        known = self.state.ledger.slots[fragment].decided.get(name)
+        if known and known.fate == "refused":
+            region.own.answered(fragment, Fate(known.digest, "refused", known.why))
 
     def _adopt(self, name: str, region: Region, fragment: int, newest: Any) -> None:
         if newest.number <= region.own.books[fragment].version:
@@ -275,7 +284,7 @@ def play(spec: RunSpec, tasks: dict[str, Task], rounds: int, lie: Lie | None) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="One region of several lies.")
     parser.add_argument("--regions", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--merge", default="")
@@ -288,7 +297,7 @@ def main() -> None:
     print(json.dumps({"lie": "none: the liar is away", "loss": round(without, 4)}), flush=True)
     worst = 0.0
     for name, lie in LIES.items():
-        if asked.only and name != asked.only:
+        if asked.only and name not in asked.only.split(","):
             continue
         done = play(spec, tasks, asked.rounds, lie)
         change = done.loss / without - 1
