@@ -9,11 +9,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from rig import Bench, close_server, in_a_loop
+from rig import Bench, close_server, in_a_loop, make_recipe
 
 from diloco_cli.server import weights as weights_module
 from diloco_cli.server.app import make_app
-from diloco_cli.server.weights import WORTH_BYTES, Resource
+from diloco_cli.server.weights import WORTH_BYTES, Model, Resource
 from diloco_cli.wire.frame import open_frame, read_chain
 from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, version_path
 
@@ -100,6 +100,14 @@ async def test_other_weights_are_sent_from_their_beginning(tmp_path):
         assert after.status_code == 200 and after.headers["etag"] != before.headers["etag"]
         pinned = await client.get("/v1/weights?version=0", headers=asked)
         assert pinned.status_code == 206 and pinned.content == before.content[100:]
+
+
+def test_other_bits_under_the_same_versions_have_another_etag():
+    """As on a server that was restored from a copy and went on from there."""
+    recipe = make_recipe()
+    taken = [(3, np.zeros(size, np.float32)) for size in recipe.sizes]
+    made = [Model(recipe.layout, "r", taken, [digest] * 2) for digest in ("a", "b", "a")]
+    assert made[0].etag == made[2].etag != made[1].etag
 
 
 @in_a_loop

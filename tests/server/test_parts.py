@@ -301,12 +301,24 @@ async def test_only_the_newest_frame_of_each_fragment_is_taken_up_again(tmp_path
         lambda bytes_, have: have.write_bytes(b""),
         lambda bytes_, have: have.write_bytes(have.read_bytes()[:-5]),
         lambda bytes_, have: have.write_bytes(have.read_bytes().replace(b"100", b"999999999")),
+        lambda bytes_, have: have.write_bytes(
+            have.read_bytes().replace(b"[[0,100]]", b"[[50,100],[0,60]]")
+        ),
         lambda bytes_, have: have.unlink(),
         lambda bytes_, have: bytes_.unlink(),
         lambda bytes_, have: bytes_.write_bytes(b"short"),
         lambda bytes_, have: os.utime(bytes_, (1, 1)),
     ],
-    ids=["empty list", "cut list", "long list", "no list", "no bytes", "cut bytes", "forgotten"],
+    ids=[
+        "empty list",
+        "cut list",
+        "long list",
+        "odd list",
+        "no list",
+        "no bytes",
+        "cut bytes",
+        "forgotten",
+    ],
 )
 async def test_parts_that_are_damaged_or_forgotten_are_swept_at_the_start(tmp_path, damage):
     async with served(tmp_path) as (bench, client):
