@@ -32,6 +32,9 @@ PAROLE = 8
 LIMIT = 20.0
 """Times the usual norm from which on a contribution is refused."""
 
+CLEAR = 5.0
+"""Standard deviations of chance above which agreement means something."""
+
 LARGEST = 1e15
 """No training moves one weight this far. Far enough from float32's limit (3e38) that sums
 and momentum of what passes stay finite, also before any usual norm is known."""
@@ -134,6 +137,37 @@ def outlier(
         f"its norm is {lengths[number]:.4g}, that of the round's other members {others:.4g}; "
         f"more than {limit:g} times that is refused"
     )
+
+
+def stranger(rows: np.ndarray, *, share: float) -> tuple[int, str] | None:
+    """Names the member of a round whose direction the others do not know, and says why.
+
+    `rows` are values of the members at the same places. Regions that learn from the same
+    weights agree a little, and all about as much; noise, old work and work turned round do
+    not. Three others at least must agree among themselves, clearly above what chance gives.
+    """
+    members, count = rows.shape
+    if share <= 0 or members < 4:
+        return None
+    lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+    directions = rows / np.where(lengths > 0, lengths, 1.0)[:, None]
+    products = directions.astype(np.float64) @ directions.astype(np.float64).T
+    agreements = [_agreement(products, one) for one in range(members)]
+    number = min(range(members), key=lambda one: agreements[one])
+    others = median(value for one, value in enumerate(agreements) if one != number)
+    if others * math.sqrt(count) < CLEAR or agreements[number] >= share * others:
+        return None
+    return number, (
+        f"its direction agrees with the others' by {agreements[number]:.3f}, theirs among each "
+        f"other by {others:.3f}; less than {share:g} times that is refused"
+    )
+
+
+def _agreement(products: np.ndarray, one: int) -> float:
+    """The cosine between one member and the sum of the others."""
+    others = np.arange(len(products)) != one
+    length = math.sqrt(max(float(products[others][:, others].sum()), 0.0))
+    return float(products[one, others].sum()) / length if length else 0.0
 
 
 def _not_finite(delta: np.ndarray, fragment: Fragment) -> str:

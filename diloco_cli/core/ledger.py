@@ -147,10 +147,11 @@ def _decided(ledger: Ledger, record: Record) -> None:
 
 def _looked_at(ledger: Ledger, region: str, record: Record) -> None:
     fate, known = record["fate"], ledger.conduct.get(region, Conduct())
-    if fate == "pending" or record.get("sound"):
+    if record.get("sound") or (fate == "pending" and known.quarantined):
         ledger.conduct[region] = known.found(None)
     elif fate == "refused":
         ledger.conduct[region] = known.found(record.get("why", ""))
+    # What is accepted may still be found unfit beside the others of its round.
 
 
 def _closed(ledger: Ledger, record: Record) -> None:
@@ -165,6 +166,8 @@ def _dropped(ledger: Ledger, record: Record) -> None:
     receipt = slot.closing.pop(region)
     slot.decided[region] = Decision(receipt.clock, receipt.digest, record["fate"], record["why"])
     ledger.refused[region] = ledger.refused.get(region, 0) + 1
+    if record.get("alone"):
+        ledger.conduct[region] = ledger.conduct.get(region, Conduct()).found(record["why"])
     if not slot.closing:
         slot.phase = "idle"
 
@@ -175,6 +178,7 @@ def _published(ledger: Ledger, record: Record) -> None:
         slot.merged[region] = receipt.digest
         slot.decided[region] = Decision(receipt.clock, receipt.digest, "merged")
         slot.applied[region] = slot.applied.get(region, 0.0) + receipt.tokens
+        ledger.conduct[region] = ledger.conduct.get(region, Conduct()).found(None)
     slot.members = tuple(sorted(slot.closing))
     slot.closing = {}
     slot.version, slot.phase = record["version"], "idle"

@@ -245,7 +245,10 @@ class Conductor:
             receipt = slot.closing[region]
             dropped.append(receipt.digest)
             fate, why = spoiled.fate, spoiled.why
-            state.record("dropped", fragment=fragment, region=region, fate=fate, why=why)
+            about = {"fragment": fragment, "region": region, "fate": fate, "why": why}
+            # A round that nobody can merge is nobody's fault in particular.
+            alone = fate == "refused" and len(spoiled.regions) == 1
+            state.record("dropped", **about, alone=alone)
             what = {"region": region, "fragment": fragment, "version": slot.version}
             state.note(fate, **what, base=receipt.base, clock=receipt.clock, why=why)
             state.presences.undrain(region)

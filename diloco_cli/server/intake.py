@@ -253,16 +253,17 @@ def examine(
     """
     if why := _dishonest(frame, recipe):
         return why, None
+    limit = recipe.spec.server.guard.norm
     try:
         squares = frame.squares(edges_of(fragment))
         length = math.sqrt(float(squares.sum()))
         if not length <= LARGEST:  # One of its values may be as large: it gets a closer look.
-            return inspect(frame.values(), fragment, norms), squares
+            return inspect(frame.values(), fragment, norms, limit=limit), squares
     except NotFinite as error:
         return f"{_tensor_at(fragment, error.index)} has the value {error.value}", None
     except WireError as error:
         return error.message, None
-    return unusual(length, norms), squares
+    return unusual(length, norms, limit=limit), squares
 
 
 def _dishonest(frame: Frame, recipe: Recipe) -> str | None:

@@ -146,6 +146,17 @@ class WireSpec(Section):
     """Compression level; 1 was measured to be as small as any."""
 
 
+class GuardSpec(Section):
+    """What a contribution must be like to be merged."""
+
+    norm: Annotated[Float, Field(ge=2, allow_inf_nan=False)] = 20.0
+    """Times the usual norm above which a contribution is refused."""
+
+    agreement: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    """Least agreement with a round's other members, as a share of theirs with each other;
+    0 asks for none. Against regions that may lie, not for regions with very different data."""
+
+
 class ServerSpec(Section):
     """The aggregation server."""
 
@@ -157,6 +168,9 @@ class ServerSpec(Section):
 
     lease: Annotated[Float, Field(gt=0)] = 10.0
     """Seconds without a heartbeat after which a region counts as gone."""
+
+    guard: GuardSpec = GuardSpec()
+    """What a contribution must be like to be merged."""
 
 
 class EvaluateSpec(Section):

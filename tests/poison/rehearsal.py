@@ -45,7 +45,7 @@ LIAR = "r0"
 Lie = Callable[[Header, np.ndarray, dict[str, Any]], bytes]
 
 
-def make_spec(regions: int, rounds: int, **merge: Any) -> RunSpec:
+def make_spec(regions: int, rounds: int, *, agreement: float = 0.0, **merge: Any) -> RunSpec:
     names = [f"r{number}" for number in range(regions)]
     per_round = regions * 8 * 4 * 32
     return RunSpec.model_validate(
@@ -63,7 +63,7 @@ def make_spec(regions: int, rounds: int, **merge: Any) -> RunSpec:
                 "overlap": 1,
                 "grace": {"kind": "fixed", "seconds": 5.0},
             },
-            "server": {"lease": 1e9},
+            "server": {"lease": 1e9, "guard": {"agreement": agreement}},
             "wire": {"up": {"kind": "fp32"}},
             **({"merge": merge} if merge else {}),
         }
@@ -288,10 +288,12 @@ def main() -> None:
     parser.add_argument("--regions", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--merge", default="")
+    parser.add_argument("--agreement", type=float, default=0.25)
     parser.add_argument("--only", default="")
     asked = parser.parse_args()
     set_up(None)
-    spec = make_spec(asked.regions, asked.rounds, **({"kind": asked.merge} if asked.merge else {}))
+    rule = {"kind": asked.merge} if asked.merge else {}
+    spec = make_spec(asked.regions, asked.rounds, agreement=asked.agreement, **rule)
     tasks = make_tasks(spec)
     without = play(spec, tasks, asked.rounds, None).loss
     print(json.dumps({"lie": "none: the liar is away", "loss": round(without, 4)}), flush=True)
@@ -307,6 +309,7 @@ def main() -> None:
             "loss": round(done.loss, 4),
             "change": f"{100 * change:+.2f} %",
             "refused": done.state.ledger.refused.get(LIAR, 0),
+            "others refused": sum(n for r, n in done.state.ledger.refused.items() if r != LIAR),
             "quarantined": LIAR in done.state.ledger.quarantined(),
         }
         print(json.dumps(told), flush=True)

@@ -32,3 +32,11 @@ def test_recorded_bytes_count_once():
     done = play(make_spec(REGIONS, ROUNDS), tasks(), ROUNDS, LIES["stale bytes"])
     tokens = done.regions[LIAR].own.task.tokens * done.spec.sync.every
     assert 0 < done.state.ledger.slots[0].applied[LIAR] <= tokens
+
+
+@pytest.mark.parametrize("lie", ["sign-flip", "random"])
+def test_with_agreement_asked_for_a_wrong_direction_is_as_good_as_absent(lie):
+    done = play(make_spec(REGIONS, ROUNDS, agreement=0.25), tasks(), ROUNDS, LIES[lie])
+    assert done.loss == pytest.approx(without(), rel=0.01)
+    assert done.state.ledger.refused[LIAR] >= ROUNDS
+    assert set(done.state.ledger.refused) == {LIAR}
