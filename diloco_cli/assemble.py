@@ -210,6 +210,8 @@ def _options(built: Any) -> dict[str, Any]:
 def shared_settings(spec: RunSpec) -> dict[str, Any]:
     """Gives what every process of the run must have in common, as plain data."""
     everything = resolved(spelled_out(spec))
+    # How much of its line a region may use is between the region and its line.
+    everything["wire"].pop("rate_limit", None)
     return {key: everything[key] for key in SHARED}
 
 

@@ -45,6 +45,8 @@ WARM_ROUNDS = 10
 """Not counted: kernels are loaded, connections opened, rates found, memory touched, and the
 store has as many versions as it keeps, so that it writes where it wrote before."""
 
+TRIES = 3
+
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 
@@ -67,7 +69,12 @@ class Cost:
 
 
 def sync_figures(
-    *, parameters: int, regions: Sequence[int], rounds: int, say: Say = lambda text: None
+    *,
+    parameters: int,
+    regions: Sequence[int],
+    rounds: int,
+    warm: int = WARM_ROUNDS,
+    say: Say = lambda text: None,
 ) -> list[Figure]:
     """Measures synchronisations with each number of regions, each with a server of its own."""
     figures, costs = [], []
@@ -75,7 +82,7 @@ def sync_figures(
         spec = sync_spec(parameters, count)
         parts = resolve(spec)
         say(f"{count} regions, {parts.layout.size:,} parameters")
-        cost = measure(spec, parts.layout.size, rounds)
+        cost = measure(spec, parts.layout.size, rounds, warm)
         say(
             f"CPU {cost.cpu_seconds:.3f} s: server {cost.server_seconds:.3f}, "
             f"regions {cost.region_seconds:.3f}; {cost.wall_seconds:.2f} s by the clock"
@@ -161,14 +168,20 @@ def sync_spec(parameters: int, regions: int) -> RunSpec:
     return spelled_out(RunSpec.model_validate(spec))
 
 
-def measure(spec: RunSpec, parameters: int, rounds: int) -> Cost:
-    """Runs a server and its regions; counts what `rounds` synchronisations take."""
+def measure(spec: RunSpec, parameters: int, rounds: int, warm: int) -> Cost:
+    """Runs a server and its regions; counts what `rounds` synchronisations take, at best."""
     with _stage(spec) as (server, pipes):
-        _rounds(server, pipes, WARM_ROUNDS)
-        before, began = _cpu_seconds(server.pid), time.monotonic()
-        spent = _rounds(server, pipes, rounds)
-        wall = time.monotonic() - began
-        after, rss = _cpu_seconds(server.pid), _peak_mb(server.pid)
+        _rounds(server, pipes, warm)
+        costs = [_cost(server, pipes, parameters, rounds) for _ in range(TRIES)]
+    # What else the machine does only adds; memory is the most there ever was.
+    best = min(costs, key=lambda cost: cost.cpu_seconds)
+    return replace(best, rss_mb=costs[-1].rss_mb)
+
+
+def _cost(server: LocalProcess, pipes: list[Connection], parameters: int, rounds: int) -> Cost:
+    before, began = _cpu_seconds(server.pid), time.monotonic()
+    spent = _rounds(server, pipes, rounds)
+    wall, after = time.monotonic() - began, _cpu_seconds(server.pid)
     values = rounds * len(pipes) * parameters
     return Cost(
         regions=len(pipes),
@@ -177,7 +190,7 @@ def measure(spec: RunSpec, parameters: int, rounds: int) -> Cost:
         wall_seconds=wall / rounds,
         bytes_up=sum(each.bytes_up for each in spent) / values,
         bytes_down=sum(each.bytes_down for each in spent) / values,
-        rss_mb=rss,
+        rss_mb=_peak_mb(server.pid),
     )
 
 

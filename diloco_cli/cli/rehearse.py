@@ -76,7 +76,8 @@ def sync(
     regions: Annotated[
         str, typer.Option(metavar="N[,N…]", help="Regions; 2,8 compares the server's memory.")
     ] = "4",
-    rounds: Annotated[int, typer.Option(min=1, help="Synchronisations to count.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Synchronisations in each of 3 tries.")] = 4,
+    warm: Annotated[int, typer.Option(min=1, help="Synchronisations before the first.")] = 10,
     format: OutputFormat = Format.text,
 ) -> None:
     """Measure what synchronising a whole model costs, without training.
@@ -89,6 +90,7 @@ def sync(
         parameters=parameters_of(params),
         regions=regions_of(regions),
         rounds=rounds,
+        warm=warm,
         say=lambda text: typer.echo(text, err=True),
     )
     show(found, format)

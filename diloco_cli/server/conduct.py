@@ -37,6 +37,7 @@ class Conductor:
         self._stop_at: Seconds = 0.0
         self._merges: dict[int, asyncio.Task[None]] = {}
         self._thread = ThreadPoolExecutor(1, "merge")
+        self._turn = asyncio.Lock()
 
     async def run(self) -> None:
         """Ticks whenever something happened, or a moment came that may change an answer."""
@@ -197,22 +198,30 @@ class Conductor:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _publish(self, fragment: int, receipts: tuple[Receipt, ...]) -> None:
-        state, slot = self.state, self.state.ledger.slots[fragment]
-        recipe, store, began = state.recipe, state.store, state.clock()
-        about, old = recipe.layout.fragments[fragment], state.weights.newest[fragment]
+        state, store = self.state, self.state.store
         await state.commit.durable()
-        known = {each.digest: state.squares.pop(each.digest, None) for each in receipts}
-        result = await self._in_thread(
-            lambda: next_version(
-                recipe, store, old, about, receipts, drain=slot.drain, squares=known
-            )
-        )
+        # In turns, so that no more than one version is in memory that is not published yet.
+        async with self._turn:
+            began = state.clock()
+            result = await self._compute(fragment, receipts)
+            if not isinstance(result, Spoiled):
+                await self._install(fragment, *result, began=began)
         if isinstance(result, Spoiled):
             dropped = self._drop(fragment, result)
             await state.commit.durable()
             await self._in_thread(lambda: store.drop_payloads(dropped))
             return
-        version, delta = result
+        number = result[0].number
+        await state.commit.durable()
+        # Only now: until the version is on record, a crash computes it from these again.
+        await self._in_thread(lambda: store.drop_payloads(r.digest for r in receipts))
+        await self._in_thread(lambda: store.prune(fragment, number))
+
+    async def _install(
+        self, fragment: int, version: Version, delta: bytes, *, began: Seconds
+    ) -> None:
+        """Makes a version durable, records it, and makes it the newest."""
+        state, store = self.state, self.state.store
         digest = await self._in_thread(
             lambda: store.publish(fragment, version.number, version.state, delta)
         )
@@ -232,10 +241,19 @@ class Conductor:
         state.averages = pace.published(state.averages, now - began)
         self._note_published(fragment, version, len(delta), now - began)
         state.wake.set()
-        await state.commit.durable()
-        # Only now: until the version is on record, a crash computes it from these again.
-        await self._in_thread(lambda: store.drop_payloads(r.digest for r in receipts))
-        await self._in_thread(lambda: store.prune(fragment, version.number))
+
+    async def _compute(
+        self, fragment: int, receipts: tuple[Receipt, ...]
+    ) -> tuple[Version, bytes] | Spoiled:
+        # Apart from publishing: whoever waits for the disk must not hold the old version.
+        state, slot = self.state, self.state.ledger.slots[fragment]
+        recipe, store = state.recipe, state.store
+        about, old = recipe.layout.fragments[fragment], state.weights.newest[fragment]
+        known = {each.digest: state.squares.pop(each.digest, None) for each in receipts}
+        drain = slot.drain
+        return await self._in_thread(
+            lambda: next_version(recipe, store, old, about, receipts, drain=drain, squares=known)
+        )
 
     def _drop(self, fragment: int, spoiled: Spoiled) -> list[str]:
         """Takes members out of a round; says whose payloads nobody needs any more."""

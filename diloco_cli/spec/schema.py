@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from diloco_cli.spec.rules import Conflicts, Path, conflicts
+from diloco_cli.spec.rules import Conflicts, Path, conflicts, rate_of
 
 
 def _not_a_switch(value: Any) -> Any:
@@ -19,6 +19,11 @@ def _not_a_switch(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("needs a number")
     return value
+
+
+def _as_written(value: Any) -> Any:
+    # A number without a unit is for `rules` to refuse, which says what is missing.
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 Choice = dict[str, Any]
@@ -144,6 +149,14 @@ class WireSpec(Section):
 
     zstd: Annotated[Int, Field(ge=1, le=19)] = 1
     """Compression level; 1 was measured to be as small as any."""
+
+    rate_limit: Annotated[str | None, BeforeValidator(_as_written)] = None
+    """The most that a region's uploads may take of its line, as in `50Mbit`; each region may
+    have its own (`--set wire.rate_limit=…`). Without it they take what they get."""
+
+    @property
+    def bits_per_second(self) -> float | None:
+        return rate_of(self.rate_limit) if self.rate_limit else None
 
 
 class GuardSpec(Section):
