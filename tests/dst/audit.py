@@ -96,9 +96,12 @@ class Audit:
     def finished(self, worker: Any) -> None:
         """A worker has heard that the run is finished and has nothing left."""
         whole = self.recipe.spec.sync.alpha == 1 and worker.region not in self.spoiled
-        if not whole or worker.region in self.restless or worker.poisoned or worker.news.stop:
+        if not whole or worker.region in self.restless or worker.news.stop:
             return
-        for f, book in enumerate(worker.trainer.books):
+        books = worker.trainer.books
+        if any(book.totals.refused for book in books):
+            return  # What is held beside a refused frame is dropped with it.
+        for f, book in enumerate(books):
             lost = book.totals.trained - book.totals.applied
             self.must(lost == 0, f"{worker.name}: {lost} tokens of fragment {f} were not merged")
 
