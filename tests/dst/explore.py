@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from .bugs import BUGS, planted
 from .play import Outcome, play
@@ -96,11 +97,12 @@ def runs(once: Once, how: str, start: int, count: int, bug: str | None, *, trace
     """Plays one run after another; gives the number of those that broke a promise."""
     table = Table(count)
     more = ("--bug", bug) if bug else ()
-    for number in range(start, start + count):
-        outcome = once(number, bug)
-        if trace:
-            print("\n".join(outcome.trace))
-        table.add(_command(how, number, *more), outcome)
+    with suppress(KeyboardInterrupt):  # Whoever has seen enough still gets the sums.
+        for number in range(start, start + count):
+            outcome = once(number, bug)
+            if trace:
+                print("\n".join(outcome.trace))
+            table.add(_command(how, number, *more), outcome)
     table.print()
     return table.broken
 
