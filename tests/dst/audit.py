@@ -135,12 +135,11 @@ class Audit:
                 self.acknowledged[digest] = fate
         elif before == "pending" and fate in ("merged", "refused", "returned"):
             self.acknowledged[digest] = fate
-        elif fate == "foreign":
-            # To a copy that comes after a newer frame was decided; nobody waits for its answer.
-            newest = self._newest_decided(digest)
-            self.must(newest != digest, f"frame {digest[:8]} was {before}, now it is foreign")
         elif fate != "pending":
-            self.must(before == fate, f"frame {digest[:8]} was {before}, now it is {fate}")
+            # A copy that comes after a newer frame was decided is foreign, or after the end
+            # returned: the server remembers the newest frame, and a rival has sent it.
+            late = fate in ("foreign", "returned") and self._newest_decided(digest) != digest
+            self.must(late or before == fate, f"frame {digest[:8]} was {before}, now it is {fate}")
 
     def _newest_decided(self, digest: str) -> str:
         about = self.frames[digest]
