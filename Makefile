@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint model poison fuzz bench docs clean
+.PHONY: install demo test lint model dst poison fuzz bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -28,6 +28,14 @@ lint: install                    ## style, types, layers
 
 model: install                   ## thousands of seeds of the crash model
 	$(BIN)/python -m tests.model.explore --seeds 3000 --every-crash-point
+
+SEEDS ?= 10000
+FROM ?= 0
+
+dst: install                     ## the real server on simulated bad days: make dst SEEDS=500 FROM=0
+	$(BIN)/python -m tests.dst.explore --bugs
+	$(BIN)/python -m tests.dst.explore --every-step
+	$(BIN)/python -m tests.dst.explore --seeds $(SEEDS) --from $(FROM)
 
 fuzz: install                    ## a million bad inputs for each decoder and engine
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[fuzz]'

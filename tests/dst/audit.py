@@ -96,9 +96,12 @@ class Audit:
     def finished(self, worker: Any) -> None:
         """A worker has heard that the run is finished and has nothing left."""
         whole = self.recipe.spec.sync.alpha == 1 and worker.region not in self.spoiled
-        if not whole or worker.region in self.restless or worker.poisoned or worker.news.stop:
+        if not whole or worker.region in self.restless or worker.news.stop:
             return
-        for f, book in enumerate(worker.trainer.books):
+        books = worker.trainer.books
+        if any(book.totals.refused for book in books):
+            return  # What is held beside a refused frame is dropped with it.
+        for f, book in enumerate(books):
             lost = book.totals.trained - book.totals.applied
             self.must(lost == 0, f"{worker.name}: {lost} tokens of fragment {f} were not merged")
 
@@ -132,12 +135,11 @@ class Audit:
                 self.acknowledged[digest] = fate
         elif before == "pending" and fate in ("merged", "refused", "returned"):
             self.acknowledged[digest] = fate
-        elif fate == "foreign":
-            # To a copy that comes after a newer frame was decided; nobody waits for its answer.
-            newest = self._newest_decided(digest)
-            self.must(newest != digest, f"frame {digest[:8]} was {before}, now it is foreign")
         elif fate != "pending":
-            self.must(before == fate, f"frame {digest[:8]} was {before}, now it is {fate}")
+            # A copy that comes after a newer frame was decided is foreign, or after the end
+            # returned: the server remembers the newest frame, and a rival has sent it.
+            late = fate in ("foreign", "returned") and self._newest_decided(digest) != digest
+            self.must(late or before == fate, f"frame {digest[:8]} was {before}, now it is {fate}")
 
     def _newest_decided(self, digest: str) -> str:
         about = self.frames[digest]

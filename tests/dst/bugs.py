@@ -30,6 +30,8 @@ Change = tuple[Any, str, Any]
 class Bug:
     says: str
     changes: Callable[[], list[Change]]
+    swept: bool = False
+    """It shows when the server dies at one certain step: looked for at every one."""
 
 
 @contextmanager

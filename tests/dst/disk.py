@@ -265,7 +265,7 @@ class Disk:
             elif found in self.folders:
                 kept[below + name] = None  # A folder that was removed; nobody removes full ones.
             else:
-                content = path.read_bytes() if current else self.files[found]
+                content = path.read_bytes() if current else self.files.get(found, b"")
                 kept[below + name] = self._left_of(found, content)
 
     def _left_of(self, number: int, content: bytes) -> bytes:

@@ -17,7 +17,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from .bugs import BUGS, planted
 from .play import Outcome, play
@@ -29,6 +30,8 @@ PATIENCE = 600
 SWEPT = 160
 """Steps of the disk that the fixed run takes at least."""
 
+Once = Callable[[int, str | None], Outcome]
+
 SHOWN = (
     *("kills", "power cuts", "SIGTERM", "failed", "stopped", "EIO", "ENOSPC"),
     *("lost", "reply lost", "twice", "cut", "gone", "fenced"),
@@ -37,17 +40,23 @@ SHOWN = (
 
 
 def attempt(seed: int, bug: str | None = None) -> Outcome:
+    """Plays the run of a seed."""
     with planted(bug):
         return play(seed)
 
 
-def find(bug: str, patience: int = PATIENCE, start: int = 0) -> Outcome | None:
+def at_step(step: int, bug: str | None = None) -> Outcome:
+    """Lets the server die at one step of its disk: killed, or without power, whichever is worse."""
+    with planted(bug):
+        killed = play(step, swept(step, power=False))
+        return killed if killed.problem else play(step, swept(step, power=True))
+
+
+def find(bug: str, patience: int = PATIENCE) -> Outcome | None:
     """The first run in which a planted defect shows."""
-    for seed in range(start, start + patience):
-        outcome = attempt(seed, bug)
-        if outcome.problem:
-            return outcome
-    return None
+    once = at_step if BUGS[bug].swept else attempt
+    runs = range(1, SWEPT) if BUGS[bug].swept else range(patience)
+    return next((found for each in runs if (found := once(each, bug)).problem), None)
 
 
 class Table:
@@ -84,44 +93,36 @@ def _command(*arguments: object) -> str:
     return " ".join(("python -m tests.dst.explore", *map(str, arguments)))
 
 
-def random_runs(start: int, count: int, bug: str | None, *, trace: bool) -> int:
+def runs(once: Once, how: str, start: int, count: int, bug: str | None, *, trace: bool) -> int:
+    """Plays one run after another; gives the number of those that broke a promise."""
     table = Table(count)
     more = ("--bug", bug) if bug else ()
-    for seed in range(start, start + count):
-        outcome = attempt(seed, bug)
-        if trace:
-            print("\n".join(outcome.trace))
-        table.add(_command("--from", seed, *more), outcome)
-    table.print()
-    return table.broken
-
-
-def every_step(start: int, count: int, *, trace: bool) -> int:
-    """Kills the server, or cuts its power, at each step; the power goes again a little later."""
-    table = Table(2 * count)
-    for step in range(start, start + count):
-        for power in (False, True):
-            outcome = play(step, swept(step, power=power))
+    with suppress(KeyboardInterrupt):  # Whoever has seen enough still gets the sums.
+        for number in range(start, start + count):
+            outcome = once(number, bug)
             if trace:
                 print("\n".join(outcome.trace))
-            table.add(_command("--every-step --seeds 1 --from", step), outcome)
+            table.add(_command(how, number, *more), outcome)
     table.print()
     return table.broken
 
 
 def planted_bugs() -> int:
+    """Looks for every planted defect, twice; gives the number of those that stay hidden."""
     missed = 0
     for bug, about in BUGS.items():
         found = find(bug)
-        missed += found is None
         if found is None:
-            print(f"{bug:24} NOT FOUND in {PATIENCE} seeds ({about.says})", flush=True)
+            missed += 1
+            print(f"{bug:24} NOT FOUND ({about.says})", flush=True)
             continue
-        again = attempt(found.seed, bug)
-        same = "replays" if again.trace == found.trace else "DOES NOT REPLAY"
-        missed += same != "replays"
-        why = found.problem.strip().splitlines()[-1][:70]
-        print(f"{bug:24} seed {found.seed:<4} {same}: {why}", flush=True)
+        again = (at_step if about.swept else attempt)(found.seed, bug)
+        same = again.trace == found.trace
+        missed += not same
+        what = "step" if about.swept else "seed"
+        why = found.problem.strip().splitlines()[-1][:60]
+        how = "replays" if same else "DOES NOT REPLAY"
+        print(f"{bug:24} {what} {found.seed:<4} {how}: {why}", flush=True)
     return missed
 
 
@@ -136,9 +137,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if asked.bugs:
         return int(planted_bugs() > 0)
+    options = {"bug": asked.bug, "trace": asked.trace}
     if asked.every_step:
-        return int(every_step(max(1, asked.start), asked.seeds or SWEPT, trace=asked.trace) > 0)
-    return int(random_runs(asked.start, asked.seeds or 1, asked.bug, trace=asked.trace) > 0)
+        how, start = "--every-step --seeds 1 --from", max(1, asked.start)
+        return int(runs(at_step, how, start, asked.seeds or SWEPT, **options) > 0)
+    return int(runs(attempt, "--from", asked.start, asked.seeds or 1, **options) > 0)
 
 
 if __name__ == "__main__":

@@ -144,10 +144,10 @@ class Host:
         self.app = None
         life.end()
         self.on_crash(power)
-        if power:
-            self.disk.cut_power()
-        else:
-            self.disk.let_go()
+        try:
+            self.disk.cut_power() if power else self.disk.let_go()
+        except Exception as error:  # In a thread that is dead by now nobody would hear it.
+            self._give_up(error)
         self.loop.call_later(self.rng.uniform(0.1, 4), self.start, context=self.outside)
 
     def stop(self) -> None:

@@ -175,6 +175,9 @@ class Play:
         self.host.deaths = Deaths()
         self.disk.full, self.disk.failing = False, 0.0
         for worker in self.workers:
+            worker.poisoned = 0.0
+            if worker.trainer:
+                worker.trainer.poisoned = 0.0
             worker.start()
 
     def _reopen(self) -> None:
