@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_cli.cli import author, operate, rehearse
+from diloco_cli.cli import author, certs, operate, rehearse
 from diloco_cli.cli.interpreter import refuse_old_python
 from diloco_cli.errors import DilocoError
 
@@ -59,6 +59,7 @@ def diloco(
 
 author.register(app)
 operate.register(app)
+certs.register(app)
 rehearse.register(app)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from diloco_cli.cli.credential import for_run
 from diloco_cli.cli.folder import (
     address_of,
     cannot_write,
@@ -87,7 +88,7 @@ def run(spec: RunSpec, asked: Asked) -> int:
             goal=goal,
         )
         with Progress() as progress:
-            local = LocalRun(plan, LocalLauncher(folder / "logs"), Asking(), progress)
+            local = LocalRun(plan, LocalLauncher(folder / "logs"), Asking(for_run(spec)), progress)
             code = local.conduct()
         _last_words(folder, local.summary())
         return code

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from diloco_cli.errors import LinkError, WireError
 from diloco_cli.net.client import Server
+from diloco_cli.net.identity import NOBODY, Identity, Untrusted
 from diloco_cli.net.transport import Retry, Timeouts
 from diloco_cli.wire import messages
 
@@ -21,7 +22,8 @@ HINT = "Is the server running, and is this the URL it printed? A tunnel may be d
 class Asking:
     """Asks servers for their status, or to stop; keeps one connection while the URL stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Identity = NOBODY) -> None:
+        self._identity = identity
         self._server: Server | None = None
 
     def status(self, url: str) -> dict[str, Any]:
@@ -41,12 +43,14 @@ class Asking:
     def _ask(self, url: str, what: str) -> dict[str, Any]:
         if self._server is None or self._server.url != url:
             self.close()
-            self._server = Server(url, retry=ONCE, timeouts=SOON)
+            self._server = Server(url, retry=ONCE, timeouts=SOON, identity=self._identity)
         try:
             return getattr(self._server, what)()
         except LinkError as error:
             # A connection to a server that died is no use to the one that follows it.
             self.close()
+            if isinstance(error, Untrusted):
+                raise
             if "not a diloco server" in error.message or _speaks_of_other_things(url):
                 raise _somebody_else(url) from error
             # Who asks for the status need not be told to ask for the status.

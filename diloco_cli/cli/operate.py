@@ -10,6 +10,7 @@ import typer
 
 from diloco_cli.cli import visit
 from diloco_cli.cli.author import Overrides, SpecFile
+from diloco_cli.cli.credential import CertsOption, for_region
 
 if TYPE_CHECKING:
     from diloco_cli.spec.schema import RunSpec
@@ -122,6 +123,7 @@ def work(
         float,
         typer.Option(metavar="SECONDS", help="How long to try before the server first answers."),
     ] = 60.0,
+    certs: CertsOption = None,
     cores: Cores = "",
     with_parent: WithParent = False,
 ) -> None:
@@ -135,6 +137,7 @@ def work(
     home = folder or _home(spec)
     refuse_foreign(home)
     url = _server_of(server, home)
+    identity = for_region(spec, name, certs)
     terms = agent.Terms(shared_settings(spec), shared_digest(spec), resolve(spec).layout.digest)
     code = agent.work(
         spec,
@@ -145,6 +148,7 @@ def work(
         cores=_cores(cores),
         with_parent=with_parent,
         wait=wait,
+        identity=identity,
     )
     raise typer.Exit(code)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diloco_cli.cli.author import Format, OutputFormat
+from diloco_cli.cli.credential import CertsOption, for_asking
 
 if TYPE_CHECKING:
     from diloco_cli.cli.folder import Target
@@ -43,6 +44,7 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show it again every two seconds.")
     ] = False,
+    certs: CertsOption = None,
     format: OutputFormat = Format.text,
 ) -> None:
     """Show who trains, who contributes and how far.
@@ -50,14 +52,16 @@ def status(
     Without a server the last known state is shown; exit code 4 unless the run had ended.
     """
     from diloco_cli.cli.folder import find
+    from diloco_cli.cli.link import Asking
     from diloco_cli.errors import LinkError
 
     found = find(target)
+    asking = Asking(for_asking(found, certs))
     try:
         if watch:
-            _watch(found, format)
+            _watch(found, asking, format)
         else:
-            _print_status(_asked(found), format)
+            _print_status(_asked(found, asking), format)
     except LinkError as error:
         _print_last_known(found, format, error)
 
@@ -67,6 +71,7 @@ def stop(
     wait: Annotated[
         float, typer.Option("--wait", metavar="SECONDS", help="How long to wait for the end.")
     ] = 120.0,
+    certs: CertsOption = None,
 ) -> None:
     """Stop a run in good order.
 
@@ -77,11 +82,12 @@ def stop(
     from diloco_cli.errors import LinkError
 
     found = find(target)
+    asking = Asking(for_asking(found, certs))
     runner = runner_of(found.folder) if found.folder else None
     try:
         if found.url is None:
             raise LinkError(f"{found} has no server running.")
-        Asking().stop(found.url)
+        asking.stop(found.url)
     except LinkError:
         if runner is None and found.folder is None:
             raise
@@ -93,7 +99,7 @@ def stop(
         # Its server is down just now; the process that would start it again can be asked.
         os.kill(runner, signal.SIGTERM)
     typer.echo(f"{found} is stopping.", err=True)
-    _await_end(found, wait)
+    _await_end(found, asking, wait)
     typer.echo(f"{found} has stopped.", err=True)
 
 
@@ -106,6 +112,7 @@ def pull(
         int | None,
         typer.Option("--version", metavar="N", min=0, help="An older version of every fragment."),
     ] = None,
+    certs: CertsOption = None,
 ) -> None:
     """Fetch the global weights as safetensors.
 
@@ -123,7 +130,8 @@ def pull(
         from diloco_cli.net.transport import Retry
 
         try:
-            with Server(found.url, retry=Retry(tries=2)) as server:
+            shown = for_asking(found, certs)
+            with Server(found.url, retry=Retry(tries=2), identity=shown) as server:
                 metadata = server.weights(out, version=version)
         except LinkError:
             if found.folder is None:
@@ -137,9 +145,8 @@ def pull(
     typer.echo(out)
 
 
-def _asked(found: Target) -> dict[str, Any]:
+def _asked(found: Target, asking: Asking) -> dict[str, Any]:
     from diloco_cli.cli.folder import is_a_regions, is_free, server_elsewhere
-    from diloco_cli.cli.link import Asking
     from diloco_cli.errors import LinkError
 
     if found.folder and is_a_regions(found.folder):
@@ -147,7 +154,7 @@ def _asked(found: Target) -> dict[str, Any]:
     # A server that was killed leaves its address behind, but not its lock.
     if found.url is None or (found.folder and is_free(found.folder / "server" / "lock")):
         raise LinkError(f"{found} has no server running.", hint="`diloco run` starts it again.")
-    return Asking().status(found.url)
+    return asking.status(found.url)
 
 
 def _print_status(document: dict[str, Any], format: Format) -> None:
@@ -159,13 +166,12 @@ def _print_status(document: dict[str, Any], format: Format) -> None:
     display(status_view(document))
 
 
-def _watch(found: Target, format: Format) -> None:
+def _watch(found: Target, asking: Asking, format: Format) -> None:
     """Shows the run until it ends; a server that is away is waited for."""
     from diloco_cli.cli.folder import last_summary
-    from diloco_cli.cli.link import Asking
     from diloco_cli.observe.terminal import Progress, to_stdout
 
-    document, asking, since = _asked(found), Asking(), ""
+    document, since = _asked(found, asking), ""
     with Progress(to_stdout()) as progress:
         while not _is_over(document):
             shown = document
@@ -228,13 +234,11 @@ def _print_summary(known: Mapping[str, Any], format: Format) -> None:
     display(summary_view(known))
 
 
-def _await_end(found: Target, seconds: float) -> None:
+def _await_end(found: Target, asking: Asking, seconds: float) -> None:
     """Waits until nobody holds the run any more."""
     from diloco_cli.cli.folder import is_free, runner_of
-    from diloco_cli.cli.link import Asking
     from diloco_cli.errors import LinkError, RunFailed
 
-    asking = Asking()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found.folder:

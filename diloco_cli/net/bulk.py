@@ -18,6 +18,8 @@ from pyreqwest.client import SyncClientBuilder
 from pyreqwest.compatibility.httpx import SyncHttpxTransport
 from pyreqwest.exceptions import PyreqwestError, RequestTimeoutError
 
+from diloco_cli.net.identity import NOBODY, Identity
+
 FRAME_BYTES = 1 << 18
 
 
@@ -31,6 +33,7 @@ class BulkTransport(SyncHttpxTransport):
         probe: timedelta,
         stream_window: int,
         connection_window: int,
+        identity: Identity = NOBODY,
     ) -> BulkTransport:
         """Makes a transport that notices by itself when the other end is gone."""
         builder = SyncClientBuilder()
@@ -41,6 +44,12 @@ class BulkTransport(SyncHttpxTransport):
         builder = builder.http2_initial_connection_window_size(connection_window)
         builder = builder.http2_max_frame_size(FRAME_BYTES)
         builder = builder.http2_keep_alive_interval(probe).http2_keep_alive_timeout(2 * probe)
+        if not prior_knowledge:
+            builder = builder.min_tls_version("TLSv1.3")
+        if root := identity.root_pem:
+            builder = builder.add_root_certificate_pem(root)
+        if own := identity.own_pem:
+            builder = builder.identity_pem(own)
         return cls(builder.build())
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:

@@ -26,6 +26,7 @@ import httpx
 from diloco_cli.errors import StoreError, WireError
 from diloco_cli.net.freight import Freight
 from diloco_cli.net.gauge import MOST_LANES, PART_BYTES
+from diloco_cli.net.identity import NOBODY, Identity
 from diloco_cli.net.refusal import (
     Fenced,
     Gone,
@@ -83,6 +84,7 @@ class Server:
         lanes: int = MOST_LANES,
         rate_limit: float | None = None,
         say: Callable[[str], None] | None = None,
+        identity: Identity = NOBODY,
     ) -> None:
         """Opens no connection yet. `run` is the run's id; `run()` learns it when left out.
 
@@ -94,6 +96,7 @@ class Server:
         self._run_id = run
         self._about: Run | None = None
         options: dict[str, Any] = {"timeouts": self.timeouts, "retry": retry, "stop": stop}
+        options["identity"] = identity
         self._control = Link(url, **options)
         self._freight = Freight(
             url,

@@ -21,6 +21,7 @@ import httpx
 
 from diloco_cli.errors import LinkError, WireError
 from diloco_cli.net.gauge import MOST_LANES, PART_BYTES, Bucket, Gauge
+from diloco_cli.net.identity import NOBODY, Identity
 from diloco_cli.net.parts import Upload, opened
 from diloco_cli.net.ranges import Fetch
 from diloco_cli.net.refusal import Gone
@@ -53,6 +54,7 @@ class Freight:
         lanes: int = MOST_LANES,
         rate_limit: float | None = None,
         say: Callable[[str], None] | None = None,
+        identity: Identity = NOBODY,
     ) -> None:
         self._make = partial(
             Link,
@@ -63,6 +65,7 @@ class Freight:
             retry=retry,
             stop=stop or threading.Event(),
             bucket=Bucket(rate_limit) if rate_limit else None,
+            identity=identity,
         )
         self._lanes = [self._make()]
         self._growing = threading.Lock()

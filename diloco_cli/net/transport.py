@@ -28,6 +28,7 @@ from h2.exceptions import H2Error
 
 from diloco_cli.errors import DilocoError, LinkError, SpecError, WireError
 from diloco_cli.net.gauge import Bucket
+from diloco_cli.net.identity import NOBODY, Identity, in_handshake
 from diloco_cli.net.refusal import MOST_REFUSAL_BYTES, read, refusal
 from diloco_cli.wire.messages import parse_error
 
@@ -123,6 +124,7 @@ class Link:
         retry: Retry | None = None,
         stop: threading.Event | None = None,
         bucket: Bucket | None = None,
+        identity: Identity = NOBODY,
     ) -> None:
         """`bucket` limits the rate at which bodies leave."""
         self.url = checked_url(url)
@@ -132,7 +134,10 @@ class Link:
         self._bucket = bucket
         # It takes a body as it is; in pieces it would ask Python for each of them.
         self._whole = bulk and carrier == "pyreqwest" and bucket is None
-        self._client = make_client(self.url, bulk=bulk, carrier=carrier, timeouts=self.timeouts)
+        self._identity = identity
+        self._client = make_client(
+            self.url, bulk=bulk, carrier=carrier, timeouts=self.timeouts, identity=identity
+        )
 
     def close(self) -> None:
         self._client.close()
@@ -194,8 +199,13 @@ class Link:
     ) -> T:
         """Makes one call; what a second try could mend is raised as one of `BROKEN`."""
         allowed = self.timeouts.answer if seconds is None else seconds
-        with self._request(method, path, body, headers or {}, allowed) as response:
-            return self._received(response, receive, answers)
+        try:
+            with self._request(method, path, body, headers or {}, allowed) as response:
+                return self._received(response, receive, answers)
+        except (httpx.NetworkError, httpx.ProtocolError) as error:
+            if trouble := in_handshake(self.url, self._identity, error):
+                raise trouble from error
+            raise
 
     @contextmanager
     def _request(
@@ -284,7 +294,8 @@ class Link:
                     )
                 yield from response.iter_lines()
         except httpx.RequestError as error:
-            raise in_words(self.url, error, silence, 1, 0.0) from error
+            trouble = in_handshake(self.url, self._identity, error)
+            raise trouble or in_words(self.url, error, silence, 1, 0.0) from error
 
 
 def make_client(
@@ -293,11 +304,13 @@ def make_client(
     bulk: bool = False,
     carrier: Carrier = "pyreqwest",
     timeouts: Timeouts | None = None,
+    identity: Identity = NOBODY,
 ) -> httpx.Client:
     """Makes an HTTP/2 client for `url`; nothing from the environment changes where it connects."""
     timeouts = timeouts or Timeouts()
     # Frames and weights are compressed already or do not compress.
-    headers = {"accept-encoding": "identity", "user-agent": "diloco"}
+    headers = {"accept-encoding": "identity", "user-agent": "diloco", **identity.headers}
+    identity.check(url)
     timeout = httpx.Timeout(timeouts.answer, connect=timeouts.connect)
     if bulk and carrier == "pyreqwest":
         from diloco_cli.net.bulk import BulkTransport
@@ -308,6 +321,7 @@ def make_client(
             probe=timedelta(seconds=timeouts.probe),
             stream_window=STREAM_WINDOW_BYTES,
             connection_window=CONNECTION_WINDOW_BYTES,
+            identity=identity,
         )
         return httpx.Client(
             base_url=url, transport=transport, timeout=timeout, headers=headers, trust_env=False
@@ -317,7 +331,8 @@ def make_client(
         base_url=url,
         http1=tls,  # On TLS the two sides agree on a version.
         http2=True,
-        verify=tls,  # Loading certificates that nobody asks for takes 50 ms.
+        # Loading certificates that nobody asks for takes 50 ms.
+        verify=identity.context() if tls else False,
         timeout=timeout,
         headers=headers,
         trust_env=False,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_cli.server.keyring import ROLES, Role
 from diloco_cli.wire import messages
 from diloco_cli.wire.messages import LONG_POLL_SECONDS, WIRE_VERSION
 
@@ -19,6 +20,8 @@ class Call:
     path: str
     does: str
     answers: dict[int, str]
+    may: frozenset[Role] = field(kw_only=True)
+    """Who may make it where there are credentials; nobody named, anybody may."""
     query: dict[str, str] | None = None
     sends: str = ""
     """Media type of the request's body."""
@@ -31,10 +34,26 @@ class Call:
     """Must name the wire version. A page in somebody's browser can send a POST to this
     server, but not with a header of its own."""
 
+    @property
+    def every_answer(self) -> dict[int, str]:
+        return {**self.answers, **NOT_ALLOWED} if self.may else self.answers
+
 
 _WAITS = f"seconds to wait for it, at most {LONG_POLL_SECONDS:g} by default and 60 at all"
 _FRAME = "application/octet-stream"
 _JSON = "application/json"
+
+_ANYBODY: frozenset[Role] = frozenset()
+_REGION: frozenset[Role] = frozenset({"upload"})
+_ALL: frozenset[Role] = frozenset(ROLES)
+_READERS: frozenset[Role] = frozenset({"read", "admin"})
+_ADMIN: frozenset[Role] = frozenset({"admin"})
+
+NOT_ALLOWED = {
+    401: "no credential, or one that is unknown, expired or revoked",
+    403: "a credential of another region, or of a role that may not",
+}
+"""What a call may answer besides, where there are credentials."""
 
 CALLS = (
     Call(
@@ -43,6 +62,7 @@ CALLS = (
         messages.RUN,
         "Says which run this is and what every region must share.",
         {200: "run id, digests, wire version, sizes of the fragments, shared settings"},
+        may=_ALL,
     ),
     Call(
         "join",
@@ -56,6 +76,7 @@ CALLS = (
         },
         sends=_JSON,
         region=True,
+        may=_REGION,
     ),
     Call(
         "heartbeat",
@@ -69,6 +90,7 @@ CALLS = (
         },
         sends=_JSON,
         region=True,
+        may=_REGION,
     ),
     Call(
         "calls",
@@ -78,6 +100,7 @@ CALLS = (
         {200: "the news", 204: "nothing new in time", 412: "fenced"},
         {"after": "number `n` of the last news", "epoch": "from the join", "wait": _WAITS},
         region=True,
+        may=_REGION,
     ),
     Call(
         "contribute",
@@ -99,6 +122,7 @@ CALLS = (
         sends=_FRAME,
         region=True,
         epoch=True,
+        may=_REGION,
     ),
     Call(
         "parts",
@@ -109,6 +133,7 @@ CALLS = (
         {"frame": "digest of the whole frame"},
         region=True,
         epoch=True,
+        may=_REGION,
     ),
     Call(
         "contribute_part",
@@ -133,6 +158,7 @@ CALLS = (
         sends=_FRAME,
         region=True,
         epoch=True,
+        may=_REGION,
     ),
     Call(
         "fragment",
@@ -141,6 +167,7 @@ CALLS = (
         "Waits for a version newer than `after`.",
         {200: "version, members, merged digests, links", 204: "nothing newer in time"},
         {"after": "newest version one has; -1 answers at once", "wait": _WAITS},
+        may=_ALL,
     ),
     Call(
         "version",
@@ -157,6 +184,7 @@ CALLS = (
         },
         {"from": "version to start from, for the chain of deltas"},
         gives=_FRAME,
+        may=_ALL,
     ),
     Call(
         "weights",
@@ -173,8 +201,16 @@ CALLS = (
         },
         {"version": "every fragment at this version; the newest of each when left out"},
         gives=_FRAME,
+        may=_READERS,
     ),
-    Call("status", "GET", messages.STATUS, "Says how the run is.", {200: "the status document"}),
+    Call(
+        "status",
+        "GET",
+        messages.STATUS,
+        "Says how the run is.",
+        {200: "the status document"},
+        may=_ALL,
+    ),
     Call(
         "events",
         "GET",
@@ -183,6 +219,7 @@ CALLS = (
         {200: "server-sent events"},
         {"after": "id to start after, instead of Last-Event-ID; 0 for all"},
         gives="text/event-stream",
+        may=_READERS,
     ),
     Call(
         "stop",
@@ -191,11 +228,35 @@ CALLS = (
         "Stops the whole run gracefully; it can be resumed.",
         {202: "regions are being told", 426: "another wire version, or none named"},
         wire=True,
+        may=_ADMIN,
     ),
-    Call("metrics", "GET", "/metrics", "Prometheus metrics.", {200: "text"}, gives="text/plain"),
-    Call("health", "GET", "/healthz", "Says whether the server works.", {200: "yes", 503: "no"}),
-    Call("described", "GET", "/openapi.json", "This description.", {200: "OpenAPI 3.1"}),
-    Call("page", "GET", "/", "The status as a page for people.", {200: "HTML"}, gives="text/html"),
+    Call(
+        "metrics",
+        "GET",
+        "/metrics",
+        "Prometheus metrics.",
+        {200: "text"},
+        gives="text/plain",
+        may=_READERS,
+    ),
+    Call(
+        "health",
+        "GET",
+        "/healthz",
+        "Says whether the server works.",
+        {200: "yes", 503: "no"},
+        may=_ANYBODY,
+    ),
+    Call("described", "GET", "/openapi.json", "This description.", {200: "OpenAPI 3.1"}, may=_ALL),
+    Call(
+        "page",
+        "GET",
+        "/",
+        "The status as a page for people.",
+        {200: "HTML"},
+        gives="text/html",
+        may=_ALL,
+    ),
 )
 
 
@@ -215,7 +276,10 @@ def openapi(version: str) -> dict[str, Any]:
             "x-wire-version": WIRE_VERSION,
         },
         "paths": paths,
-        "components": {"schemas": {"Error": _ERROR}},
+        "components": {
+            "schemas": {"Error": _ERROR},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
@@ -236,8 +300,11 @@ def _operation(call: Call, path: str) -> dict[str, Any]:
         "operationId": call.name,
         "summary": call.does,
         "parameters": parameters,
-        "responses": {str(code): _response(call, code) for code in call.answers},
+        "responses": {str(code): _response(call, code) for code in call.every_answer},
     }
+    if call.may:
+        operation["security"] = [{"token": []}]
+        operation["x-roles"] = sorted(call.may)
     if call.sends:
         operation["requestBody"] = {"required": True, "content": {call.sends: {}}}
     return operation
@@ -254,7 +321,7 @@ def _parameter(name: str, where: str, meaning: str, required: bool = False) -> d
 
 
 def _response(call: Call, code: int) -> dict[str, Any]:
-    described: dict[str, Any] = {"description": call.answers[code]}
+    described: dict[str, Any] = {"description": call.every_answer[code]}
     if code >= 400:
         described["content"] = {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
     elif code not in (204, 304):

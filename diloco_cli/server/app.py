@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -16,12 +17,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diloco_cli.errors import StoreError, WireError
+from diloco_cli.server.access import Access
 from diloco_cli.server.api import CALLS, Call
+from diloco_cli.server.audit import Audit, Watched
 from diloco_cli.server.coordinator import Coordinator, other_wire
 from diloco_cli.server.denied import HEADERS, Denied
 from diloco_cli.server.durable import DiskFull
+from diloco_cli.server.keyring import Keyring
+from diloco_cli.server.limits import Quota
 from diloco_cli.server.receiving import Incoming
 from diloco_cli.server.routes import Routes
+from diloco_cli.wire.frame import most_bytes
 from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, WIRE_VERSION
 
 
@@ -34,40 +40,70 @@ class Whole(IntegerConvertor):
 register_url_convertor("int", Whole())
 
 
-def make_app(coordinator: Coordinator, *, events: Path, url: Callable[[], str]) -> Guarded:
+def make_app(
+    coordinator: Coordinator,
+    *,
+    events: Path,
+    url: Callable[[], str],
+    keyring: Keyring | None = None,
+) -> Guarded:
     """Makes the ASGI application of a coordinator.
 
-    `events` is the path of the run log; `url` says where the server can be reached.
+    `events` is the path of the run log; `url` says where the server can be reached. Without
+    a keyring anybody may do anything, which is for the loopback address only.
     """
-    routes = Routes(coordinator, events, url)
-    table = [Route(call.path, _endpoint(routes, call), methods=[call.method]) for call in CALLS]
+    routes, access = Routes(coordinator, events, url), Access(keyring)
+    recipe = coordinator.state.recipe
+    quota = Quota(sum(most_bytes(size, recipe.up) for size in recipe.sizes))
+    table = [
+        Route(call.path, _endpoint(routes, call, access, quota), methods=[call.method])
+        for call in CALLS
+    ]
 
     async def in_words(request: Request, error: Exception) -> Response:
         return answer_error(error)
 
     return Guarded(
-        Starlette(routes=table, exception_handlers={HTTPException: in_words}), coordinator
+        Starlette(routes=table, exception_handlers={HTTPException: in_words}),
+        coordinator,
+        Audit(events.with_name("audit.jsonl")),
+        access,
     )
 
 
-def _endpoint(routes: Routes, call: Call) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    routes: Routes, call: Call, access: Access, quota: Quota
+) -> Callable[[Request], Awaitable[Response]]:
     """Checks a request, lets the call answer, and puts failures into words."""
     handler, run = getattr(routes, call.name), routes.state.store.run
 
     async def endpoint(request: Request) -> Response:
+        request.state.call = call.name
         try:
+            access.check(call, request)
             if call.wire or call.region:
                 _check_wire(request)
             _check_run(request, run, must=call.region)
-            return await handler(request)
+            with _counted(quota, call, request):
+                return await handler(request)
         except ClientDisconnect:
             return Response(status_code=400)  # Nobody is there to read it.
         except Exception as error:
             if isinstance(error, DiskFull):
                 routes.state.no_room("upload", error)
+            request.state.code = _denied(error).code
             return answer_error(error)
 
     return endpoint
+
+
+def _counted(quota: Quota, call: Call, request: Request) -> AbstractContextManager[None]:
+    """Counts an upload among those of its region while it lasts."""
+    if not (call.epoch and call.sends):
+        return nullcontext()
+    length = request.headers.get("content-length", "")
+    size = int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0
+    return quota.taken(request.path_params["region"], size)
 
 
 def _check_wire(request: Request) -> None:
@@ -89,27 +125,32 @@ def _check_run(request: Request, run: str, *, must: bool) -> None:
 
 
 class Guarded:
-    """Counts the requests under way and turns new ones away at the end."""
+    """Counts the requests under way, writes down who did what, and at the end turns all away."""
 
-    def __init__(self, app: ASGIApp, coordinator: Coordinator) -> None:
+    def __init__(
+        self, app: ASGIApp, coordinator: Coordinator, audit: Audit, access: Access
+    ) -> None:
         self.app = app
         self.state = coordinator.state
         self.under_way = 0
+        self.audit, self.met = audit, access.met
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         self.under_way += 1
         incoming = Incoming(receive)
+        watched = Watched(scope, incoming, send)
         try:
             if self.state.closed:
                 await answer_error(closing())(scope, incoming, send)
             else:
-                await self.app(scope, incoming, send)
+                await self.app(scope, watched.receive, watched.send)
             if scope["method"] in ("PUT", "POST"):
                 await incoming.linger()
         finally:
             self.under_way -= 1
+            watched.note(self.audit)
 
 
 def answer_error(error: Exception) -> Response:

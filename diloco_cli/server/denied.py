@@ -9,6 +9,12 @@ from diloco_cli.wire.messages import error_body
 STATUS = {
     "bad-request": 400,
     "damaged": 400,
+    "no-credential": 401,
+    "unknown-credential": 401,
+    "expired-credential": 401,
+    "revoked-credential": 401,
+    "wrong-role": 403,
+    "other-region": 403,
     "not-found": 404,
     "not-allowed": 405,
     "too-slow": 408,

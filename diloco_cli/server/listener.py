@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-import psutil
 from granian._granian import SocketHolder
-from granian.constants import HTTPModes, Interfaces
-from granian.http import HTTP2Settings
+from granian.constants import HTTPModes, Interfaces, SSLProtocols
+from granian.http import HTTP1Settings, HTTP2Settings
 from granian.server.embed import Server
 
 from diloco_cli.errors import RunFailed, SpecError
+from diloco_cli.server.sweep import connections, cut
 
 BACKLOG = 1024
 
@@ -34,7 +36,9 @@ HTTP2 = HTTP2Settings(
     max_frame_size=256 << 10,
     max_send_buffer_size=4 << 20,
     max_headers_size=64 << 10,
+    max_concurrent_streams=100,
 )
+HTTP1 = HTTP1Settings(header_read_timeout=15_000, max_buffer_size=64 << 10)
 
 
 def bind(listen: str, *, prefer: int = 0) -> socket.socket:
@@ -82,10 +86,10 @@ def _bound(kind: int, where: Any) -> socket.socket:
     return taken
 
 
-def url_of(taken: socket.socket) -> str:
+def url_of(taken: socket.socket, *, scheme: str = "http") -> str:
     """Where this machine reaches the socket."""
     host, port = _reached(taken)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _reached(taken: socket.socket) -> tuple[str, int]:
@@ -94,10 +98,17 @@ def _reached(taken: socket.socket) -> tuple[str, int]:
 
 
 class Listener(Server):
-    """Serves one ASGI application on a socket that is already bound."""
+    """Serves one ASGI application on a socket that is already bound.
 
-    def __init__(self, app: Any, taken: socket.socket) -> None:
-        self._taken = taken
+    `files` are the server's certificate, its key, whom it believes, and whom no longer; with
+    them only TLS 1.3 is spoken, and only with who has a certificate.
+    """
+
+    def __init__(
+        self, app: Any, taken: socket.socket, files: tuple[Path, Path, Path, Path] | None = None
+    ) -> None:
+        self._taken, self._tls = taken, files is not None
+        certificate, key, ca, revoked = files or (None, None, None, None)
         self._host, self._port = _reached(taken)
         self._others = _threads()
         self._serving: asyncio.Task[None] | None = None
@@ -108,8 +119,15 @@ class Listener(Server):
             http=HTTPModes.auto,
             websockets=False,
             backlog=BACKLOG,
+            http1_settings=HTTP1,
             http2_settings=HTTP2,
             log_enabled=False,
+            ssl_cert=certificate,
+            ssl_key=key,
+            ssl_ca=ca,
+            ssl_crl=[revoked] if revoked else [],
+            ssl_client_verify=files is not None,
+            ssl_protocol_min=SSLProtocols.tls13,
         )
 
     def _init_shared_socket(self) -> None:
@@ -127,34 +145,36 @@ class Listener(Server):
         """Returns once requests are answered."""
         self._serving = asyncio.create_task(self.serve())
         deadline = time.monotonic() + 10.0
-        while not await _healthy(self._host, self._port):
+        healthy = _answers_tls if self._tls else _healthy
+        while not await healthy(self._host, self._port):
             if self._serving.done() or time.monotonic() > deadline:
                 where = f"{self._host}:{self._port}"
                 raise RunFailed(f"The server on {where} does not answer its own requests.")
             await asyncio.sleep(0.01)
 
-    async def end(self, *, seconds: float = 2.0) -> None:
-        """Stops listening, tells clients to go, and cuts those that do not hear."""
+    async def end(self, *, seconds: float = 2.0, alone: bool = True) -> None:
+        """Stops listening, tells clients to go, and cuts those that do not hear.
+
+        Not `alone`, another listener has taken over the port, whose clients are not ours.
+        """
         self._taken.close()
         if self._serving is None:
             return
+        own = {one.peer for one in connections(self._port)} if not alone else None
         self.stop()
         await asyncio.wait({self._serving}, timeout=0.2)
         # A client that sleeps between two calls never answers the farewell.
-        self._cut()
+        for one in connections(self._port):
+            if own is None or one.peer in own:
+                cut(one)
         await asyncio.wait({self._serving}, timeout=seconds)
         self._serving.cancel()
+        if not alone:
+            return
         # The interpreter must not end while granian's threads still call into it.
         deadline = time.monotonic() + seconds
         while _threads() - self._others and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-
-    def _cut(self) -> None:
-        for connection in psutil.Process().net_connections("tcp"):
-            mine = connection.laddr and connection.laddr.port == self._port
-            if mine and connection.status == psutil.CONN_ESTABLISHED and connection.fd >= 0:
-                with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as cut:
-                    cut.shutdown(socket.SHUT_RDWR)
 
 
 def _threads() -> set[int]:
@@ -178,3 +198,17 @@ async def _healthy(host: str, port: int) -> bool:
         return False
     finally:
         writer.close()
+
+
+async def _answers_tls(host: str, port: int) -> bool:
+    """Whether a handshake gets an answer; we have no certificate to go further."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # It is our own socket on this host, and nothing is said on it.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        async with asyncio.timeout(2.0):
+            _, writer = await asyncio.open_connection(host, port, ssl=context)
+        writer.close()
+        return True
+    except (OSError, TimeoutError):
+        return False

@@ -24,6 +24,7 @@ from diloco_cli.server.api import openapi
 from diloco_cli.server.coordinator import Coordinator, server_behind
 from diloco_cli.server.denied import HEADERS, Denied
 from diloco_cli.server.intake import Intake
+from diloco_cli.server.limits import JSON_SECONDS, steady
 from diloco_cli.server.parts import Address, Part
 from diloco_cli.server.receiving import too_large
 from diloco_cli.server.sending import send
@@ -97,7 +98,11 @@ class Routes:
         if frame := request.headers.get(PARTS_HEADER):
             answer = await self.intake.complete(address, _digest("diloco-parts", frame))
         else:
-            answer = await self.intake.take(address, request.stream(), length=_length(request))
+            body = steady(request.stream())
+            answer = await self.intake.take(address, body, length=_length(request))
+        known = self.state.ledger.standing(address.region, address.fragment).known
+        if known and known.clock == address.clock:
+            request.state.digest = known.digest
         return self._fate(address, answer)
 
     async def contribute_part(self, request: Request) -> Response:
@@ -112,7 +117,9 @@ class Routes:
         query = request.query_params
         frame = _digest("frame", query.get("frame", ""))
         part = Part(start, start + length, size, frame, query.get("digest", ""))
-        have = await self.intake.take_part(self._address(request), part, request.stream())
+        request.state.digest = frame
+        body = steady(request.stream())
+        have = await self.intake.take_part(self._address(request), part, body)
         return _json(Having(have=tuple(have)))
 
     async def parts(self, request: Request) -> Response:
@@ -184,6 +191,7 @@ class Routes:
             what = f"Version {version} of fragment {fragment}"
             asked = f"{what} from version {since}" if since >= 0 else what
             raise Denied("gone", f"{asked} is no longer kept; {newest} is the newest.", _NEWEST)
+        request.state.digest, request.state.range = resource.etag, request.headers.get("range")
         return send(request, resource, self._sent)
 
     def _sent(self, count: int) -> None:
@@ -205,6 +213,7 @@ class Routes:
                 f"Not every fragment has version {asked} here; the newest are {clock}.",
                 "Leave `version` out for the newest of each fragment.",
             )
+        request.state.digest = f"versions {model.versions}"
         beside = {
             # Under this path the newest weights are others tomorrow.
             "cache-control": "no-store",
@@ -261,10 +270,15 @@ class Routes:
         if (length := _length(request)) and length > limit:
             raise too_large(length, limit)
         body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise too_large(len(body), limit)
+        try:
+            async with asyncio.timeout(JSON_SECONDS):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > limit:
+                        raise too_large(len(body), limit)
+        except TimeoutError:
+            said = f"{len(body)} bytes of the body arrived in {JSON_SECONDS:g} s."
+            raise Denied("too-slow", said, "Send it again.") from None
         return body
 
 

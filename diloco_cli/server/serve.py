@@ -26,11 +26,13 @@ from diloco_cli.observe.events import EventLog
 from diloco_cli.server import durable
 from diloco_cli.server.app import Guarded, make_app
 from diloco_cli.server.coordinator import Coordinator
-from diloco_cli.server.listener import Listener, bind, url_of
+from diloco_cli.server.front import Certificates, Front, refuse_open
+from diloco_cli.server.listener import bind, url_of
 from diloco_cli.server.memory import keep_little
 from diloco_cli.server.opening import Initial, open_coordinator
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.status import summary
+from diloco_cli.server.sweep import IDLE_SECONDS
 
 FAREWELL_SECONDS = 5.0
 """Requests under way get this long to finish."""
@@ -54,17 +56,25 @@ async def _serve(
     recipe: Recipe, folder: Path, initial: Initial, events: EventLog, with_parent: bool
 ) -> int:
     began = time.monotonic()
-    taken = bind(recipe.spec.server.listen, prefer=_last_port(folder))
-    url = url_of(taken)
+    where = recipe.spec.server
+    certificates = Certificates(Path(where.certs)) if where.certs else None
+    keyring = None
+    if certificates:
+        certificates.check()
+        keyring = certificates.keyring(recipe.spec.name)
+    taken = bind(where.listen, prefer=_last_port(folder))
+    url = url_of(taken, scheme="https" if certificates else "http")
     try:
+        refuse_open(taken, certificates)
         coordinator = open_coordinator(
             recipe, folder / "server", initial, note=events.note, notice=say
         )
     except BaseException:
         taken.close()
         raise
-    app = make_app(coordinator, events=events.path, url=lambda: url)
-    listener = Listener(app, taken)
+    app = make_app(coordinator, events=events.path, url=lambda: url, keyring=keyring)
+    idle = max(IDLE_SECONDS, 2 * where.lease)
+    listener = Front(app, taken, certificates, say=say, idle=idle)
     conducting: asyncio.Task[None] | None = None
     try:
         _watch_signals(coordinator)
@@ -82,9 +92,10 @@ async def _serve(
         if conducting:
             await conducting
         coordinator.state.store.close()
+        app.audit.close()
 
 
-async def _until_done(coordinator: Coordinator, listener: Listener) -> None:
+async def _until_done(coordinator: Coordinator, listener: Front) -> None:
     """Waits for the end; a listener that ends before it would leave a server nobody hears."""
     done = asyncio.create_task(coordinator.done.wait())
     await asyncio.wait({done, listener.serving}, return_when=asyncio.FIRST_COMPLETED)

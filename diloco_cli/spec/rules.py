@@ -213,14 +213,25 @@ def _the_server_listens_where_it_is_safe(spec: RunSpec) -> Iterator[Fault]:
             "For example 127.0.0.1:7350, or 127.0.0.1:0 for a free port; an IPv6 host goes in "
             "brackets, as in [::1]:7350.",
         )
-    elif not _is_loopback(host):
+    elif not _is_loopback(host) and not spec.server.certs:
         yield Fault(
             at,
-            f"is {listen!r}, which other machines can reach, but TLS and credentials are not "
-            "available in this version, so anybody could read and change the run",
-            f"Listen on 127.0.0.1:{port or 7350} and open an SSH tunnel on each region's host: "
-            f"ssh -N -L {port or 7350}:127.0.0.1:{port or 7350} SERVER-HOST",
+            f"is {listen!r}, which other machines can reach, but there is no server.certs, so "
+            "anybody could read and change the run",
+            "`diloco certs init`, then server.certs: certs; or listen on "
+            f"127.0.0.1:{port or 7350} and let regions come through SSH tunnels.",
         )
+
+
+def _a_token_comes_from_one_place(spec: RunSpec) -> Iterator[Fault]:
+    for number, region in enumerate(spec.regions):
+        if region.token_file and region.token_env:
+            yield Fault(
+                ("regions", number, "token_env"),
+                f"is {region.token_env!r}, but token_file is given too",
+                "Keep one of the two.",
+                (("regions", number, "token_file"),),
+            )
 
 
 def _host_and_port(listen: str) -> tuple[str | None, int]:
@@ -295,6 +306,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Fault]], ...] = (
     _budget_can_be_counted,
     _grace_options_have_an_effect,
     _the_server_listens_where_it_is_safe,
+    _a_token_comes_from_one_place,
     _the_evaluator_exists,
     _the_rate_limit_is_a_rate,
     _reserved_keys_are_empty,

@@ -84,6 +84,12 @@ class RegionSpec(Section):
     inner: dict[str, Any] | None = None
     """Changes single keys of the run's `inner` here, for example `{batch: 8}`."""
 
+    token_file: Annotated[str, Field(min_length=1)] | None = None
+    """File with this region's token, instead of the one in its folder of `server.certs`."""
+
+    token_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    """Environment variable with this region's token, instead of a file."""
+
     devices: PositiveInt | None = None
     """Accelerators to use; this version trains on one a region and refuses more."""
 
@@ -174,7 +180,10 @@ class ServerSpec(Section):
     """The aggregation server."""
 
     listen: str = "127.0.0.1:0"
-    """HOST:PORT of this machine only; port 0 takes a free one."""
+    """HOST:PORT; port 0 takes a free one. Beyond this machine only with `certs`."""
+
+    certs: Annotated[str, Field(min_length=1)] | None = None
+    """Folder that `diloco certs` made: TLS 1.3, client certificates and tokens for everybody."""
 
     store: Choice = {"kind": "folder"}
     """Where the server keeps what must survive a crash."""

@@ -30,8 +30,8 @@ def inline_secrets(document: Document) -> Iterator[Fault]:
         yield Fault(
             path,
             "is a secret inside the spec, which is copied, logged and shared",
-            "Remove it and change the secret: it has been in a file. No key of this version "
-            "takes a credential.",
+            "Remove it and change the secret: it has been in a file. Name where it is instead, "
+            "with token_file or token_env of a region.",
             on_key=True,
         )
 

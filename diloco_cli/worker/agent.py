@@ -20,6 +20,7 @@ from typing import Any
 
 from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.net.client import Fenced, Server
+from diloco_cli.net.identity import NOBODY, Identity
 from diloco_cli.net.transport import Retry
 from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.resolved import write_resolved
@@ -58,6 +59,7 @@ def work(
     cores: Sequence[int] | None = None,
     with_parent: bool = False,
     wait: float = WAIT_SECONDS,
+    identity: Identity = NOBODY,
 ) -> int:
     """Runs one region until the run is finished or stopped.
 
@@ -73,6 +75,7 @@ def work(
         spec_file = write_resolved(spec, folder)
         argv, limit = _argv(region, cores, spec_file), spec.wire.bits_per_second
         agent = Agent(region, folder, server_url, terms, bell, argv=argv, rate_limit=limit)
+        agent.connect = partial(agent.connect, identity=identity)
 
         def at_once(number: int) -> None:
             agent.kill_trainer()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from diloco_cli.errors import LinkError, SpecError, StoreError
 from diloco_cli.net.client import Held, OlderCopy, Server
+from diloco_cli.net.identity import Untrusted
 from diloco_cli.wire.messages import Joined, Run
 from diloco_cli.worker.bell import Bell
 from diloco_cli.worker.mailbox import Identity, Mailbox
@@ -112,7 +113,9 @@ class Door:
             try:
                 return question()
             except LinkError as error:
-                if time.monotonic() >= deadline:
+                # Before the first answer, somebody is there to mend it.
+                hopeless = isinstance(error, Untrusted) and wait < float("inf")
+                if hopeless or time.monotonic() >= deadline:
                     raise
                 why = "waiting for the server"
                 detail = error.message

@@ -1,0 +1,190 @@
+"""`diloco certs`: certificates and tokens for a run whose server others can reach."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco_cli.cli.author import Format, OutputFormat
+
+if TYPE_CHECKING:
+    from diloco_cli.server.keyring import Entry, Role
+
+certs = typer.Typer(
+    name="certs",
+    help="Make, hand out and take back certificates and tokens.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Folder = Annotated[
+    Path, typer.Option("--dir", metavar="FOLDER", help="Where they are kept, on the server's host.")
+]
+Days = Annotated[
+    int, typer.Option("--days", metavar="N", min=1, max=3650, help="How long it is good for.")
+]
+Region = Annotated[str | None, typer.Option("--region", metavar="R", help="A region, to train.")]
+Reader = Annotated[
+    str | None, typer.Option("--reader", metavar="NAME", help="Somebody who may look and pull.")
+]
+Admin = Annotated[
+    str | None, typer.Option("--admin", metavar="NAME", help="Somebody who may also stop the run.")
+]
+HERE = Path("certs")
+YEAR = 365
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this module."""
+    app.add_typer(certs)
+
+
+@certs.command()
+def init(
+    spec_file: Annotated[
+        Path, typer.Argument(metavar="[SPEC]", help="The run spec; its name is the run's.")
+    ] = Path("run.yaml"),
+    host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host", metavar="NAME", help="Name or address regions reach it by. Repeatable."
+        ),
+    ] = None,
+    folder: Folder = HERE,
+    days: Days = YEAR,
+) -> None:
+    """Make an authority, the server's certificate and an admin.
+
+    Again, it makes only what is missing, ends soon, or lacks a --host.
+    """
+    from diloco_cli.server.issuing import Office
+    from diloco_cli.spec.load import load_spec
+
+    spec = load_spec(spec_file).spec
+    done = Office(folder).found(spec.name, [*(host or ()), *_listening(spec.server.listen)], days)
+    for line in done:
+        typer.echo(f"made {line}", err=True)
+    if not done:
+        typer.echo("everything is there already", err=True)
+    typer.echo(folder)
+    if not host and done:
+        typer.echo(
+            "hint: only this host can reach the server by these names; add others with --host NAME",
+            err=True,
+        )
+    regions = " ".join(f"--region {region.name}" for region in spec.regions[:1])
+    typer.echo(f"next: diloco certs issue {regions} (and so on)", err=True)
+
+
+@certs.command()
+def issue(
+    region: Region = None,
+    reader: Reader = None,
+    admin: Admin = None,
+    folder: Folder = HERE,
+    days: Days = YEAR,
+    renew: Annotated[
+        bool,
+        typer.Option("--renew", help="Make a new one; the old one ends within a day."),
+    ] = False,
+) -> None:
+    """Make a certificate and a token for a region, a reader or an admin.
+
+    Prints the folder to copy to its host. It holds secrets: copy it over a safe way.
+    """
+    from diloco_cli.server.issuing import Office, bundle
+
+    role, name = _whose(region, reader, admin)
+    entry = Office(folder).issue(role, name, days, renew=renew)
+    if entry is None:
+        typer.echo(f"{name} has a valid one already; --renew makes a new one", err=True)
+    else:
+        typer.echo(f"{role} {name}: good until {_day(entry.expires)}", err=True)
+    home = bundle(folder, role, name)
+    typer.echo(home)
+    typer.echo(f"next: copy {home} to the same place on the host of {name}", err=True)
+
+
+@certs.command()
+def revoke(
+    region: Region = None, reader: Reader = None, admin: Admin = None, folder: Folder = HERE
+) -> None:
+    """Take a credential back; a running server knows within seconds."""
+    from diloco_cli.server.issuing import Office
+
+    role, name = _whose(region, reader, admin)
+    if revoked := Office(folder).revoke(role, name):
+        typer.echo(f"revoked {len(revoked)} of {role} {name}", err=True)
+    else:
+        typer.echo(f"{role} {name} had none left to revoke", err=True)
+
+
+@certs.command()
+def show(folder: Folder = HERE, format: OutputFormat = Format.text) -> None:
+    """Show the certificates and who has a token, and until when; no secrets."""
+    from diloco_cli.server import authority
+    from diloco_cli.server.issuing import Office
+
+    run, entries = Office(folder).entries()
+    made = {name: authority.read_certificate(folder / f"{name}.pem") for name in ("ca", "server")}
+    document = {
+        "run": run,
+        "certificates": [
+            {
+                "name": name,
+                "names": authority.names_of(one),
+                "expires": one.not_valid_after_utc.timestamp(),
+                "sha256": authority.fingerprint(one),
+            }
+            for name, one in made.items()
+        ],
+        "credentials": [_about(one) for one in entries],
+    }
+    if format is Format.json:
+        typer.echo(json.dumps(document, indent=2))
+        return
+    typer.echo(f"run {run}")
+    for one in document["certificates"]:
+        names = f" for {', '.join(one['names'])}" if one["names"] else ""
+        typer.echo(f"  {one['name']:<8}until {_day(one['expires'])}{names}")
+        typer.echo(f"          sha256 {one['sha256']}")
+    for one in document["credentials"]:
+        until = f"until {_day(one['expires'])}, serial {one['serial'][:12]}…"
+        typer.echo(f"  {one['role']:<8}{one['name']}: {one['state']}, {until}")
+
+
+def _about(entry: Entry) -> dict[str, Any]:
+    return {
+        "role": entry.role,
+        "name": entry.name,
+        "state": entry.state(time.time()),
+        "issued": entry.issued,
+        "expires": entry.expires,
+        "serial": entry.serial,
+    }
+
+
+def _whose(region: str | None, reader: str | None, admin: str | None) -> tuple[Role, str]:
+    from diloco_cli.errors import SpecError
+
+    asked: list[tuple[Role, str | None]] = [("upload", region), ("read", reader), ("admin", admin)]
+    given: list[tuple[Role, str]] = [(role, name) for role, name in asked if name]
+    if len(given) != 1:
+        raise SpecError(
+            "Whose is it? Name one of --region, --reader and --admin.", hint="As in --region paris"
+        )
+    return given[0]
+
+
+def _listening(listen: str) -> list[str]:
+    """The host that the spec listens on, where that is a name others can use."""
+    host = listen.rpartition(":")[0].strip("[]")
+    return [host] if host not in ("", "0.0.0.0", "::") else []
+
+
+def _day(at: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(at))

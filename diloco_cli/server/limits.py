@@ -1,0 +1,75 @@
+"""How much of the server one region may take at a time, and how slowly.
+
+Sizes of bodies follow from the model and are checked where they are read; these limits are
+about many bodies at once, and about bodies that never end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+
+from diloco_cli.server.denied import Denied
+
+UPLOADS_PER_REGION = 8
+"""At once. A worker uses up to four connections, and its successor may overlap with it."""
+
+MODELS_PER_REGION = 2
+"""Bytes on the way at once, counted in uploads of the whole model."""
+
+SLOWEST_BYTES_PER_SECOND = 8192
+PATIENCE_SECONDS = 60.0
+JSON_SECONDS = 30.0
+"""For a body of a few kilobytes to arrive."""
+
+
+class Quota:
+    """What each region has under way."""
+
+    def __init__(self, model_bytes: int, *, uploads: int = UPLOADS_PER_REGION) -> None:
+        self._most_uploads = uploads
+        self._most_bytes = MODELS_PER_REGION * model_bytes
+        self._uploads: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def taken(self, region: str, size: int) -> Iterator[None]:
+        """Counts one upload while it lasts, or asks for patience."""
+        uploads, total = self._uploads[region] + 1, self._bytes[region] + size
+        if uploads > self._most_uploads:
+            raise _busy(f"{region} has {uploads - 1} uploads under way, the most it may have.")
+        if self._bytes[region] and total > self._most_bytes:
+            raise _busy(
+                f"{region} has {self._bytes[region]} bytes on the way, with this upload {total}; "
+                f"at most {self._most_bytes} at once."
+            )
+        self._uploads[region] = uploads
+        self._bytes[region] = total
+        try:
+            yield
+        finally:
+            self._uploads[region] -= 1
+            self._bytes[region] -= size
+
+
+async def steady(
+    body: AsyncIterator[bytes], *, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[bytes]:
+    """Passes a body on while it comes faster than a drip."""
+    began, received = clock(), 0
+    async for piece in body:
+        received += len(piece)
+        if (taken := clock() - began) > PATIENCE_SECONDS + received / SLOWEST_BYTES_PER_SECOND:
+            raise Denied(
+                "too-slow",
+                f"{received} bytes in {taken:.0f} s are less than "
+                f"{SLOWEST_BYTES_PER_SECOND} a second.",
+                "It is sent again by itself; what arrived in parts is kept.",
+            )
+        yield piece
+
+
+def _busy(message: str) -> Denied:
+    return Denied("busy", message, "It is sent again by itself.", headers={"retry-after": "2"})

@@ -1,0 +1,96 @@
+"""Connections that only take up room: who never says anything useful, and who fell silent.
+
+The HTTP server under us gives a connection as long as it likes before its first request, and
+between two. So we look at the sockets themselves from time to time:
+
+    nobody has asked on it who may, for `STRANGER_SECONDS`   cut; it cannot be a region
+    more than `MOST_STRANGERS` of those at once              the oldest are cut
+    nothing came and nothing went for `idle` seconds         cut; a region connects again
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+SWEEP_SECONDS = 2.0
+STRANGER_SECONDS = 20.0
+MOST_STRANGERS = 256
+IDLE_SECONDS = 150.0
+"""Longer than any wait for news, and than the silence between two signs of life of a stream."""
+
+Peer = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Connection:
+    peer: Peer
+    handle: int
+    idle: float
+    """Seconds since a byte came or went."""
+
+
+class Sweeper:
+    """Looks after the connections of one port."""
+
+    def __init__(
+        self,
+        port: int,
+        met: set[Peer],
+        *,
+        idle: float = IDLE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._port, self._met, self._idle, self._clock = port, met, idle, clock
+        self._since: dict[Peer, float] = {}
+
+    def sweep(self) -> int:
+        """Cuts what only takes up room; says how many that were."""
+        now, found = self._clock(), list(connections(self._port))
+        there = {one.peer for one in found}
+        self._since = {peer: self._since.get(peer, now) for peer in there}
+        self._met &= there
+        strangers = [one for one in found if one.peer not in self._met]
+        strangers.sort(key=lambda one: self._since[one.peer])
+        spare = max(0, len(strangers) - MOST_STRANGERS)
+        late = [one for one in strangers[spare:] if now - self._since[one.peer] > STRANGER_SECONDS]
+        idle = [one for one in found if one.peer in self._met and one.idle > self._idle]
+        unwanted = strangers[:spare] + late + idle
+        for one in unwanted:
+            cut(one)
+        return len(unwanted)
+
+
+def connections(port: int) -> Iterator[Connection]:
+    """Lists this process's connections to one of its ports."""
+    for found in psutil.Process().net_connections("tcp"):
+        mine = found.laddr and found.laddr.port == port and found.raddr
+        if mine and found.status == psutil.CONN_ESTABLISHED and found.fd >= 0:
+            yield Connection((found.raddr.ip, found.raddr.port), found.fd, _idle(found.fd))
+
+
+def cut(one: Connection) -> None:
+    """Ends a connection, unless its handle is by now that of another."""
+    with suppress(OSError), socket.socket(fileno=os.dup(one.handle)) as held:
+        if held.getpeername()[:2] == one.peer:
+            held.shutdown(socket.SHUT_RDWR)
+
+
+def _idle(handle: int) -> float:
+    if sys.platform != "linux":
+        return 0.0  # How long is not known there; strangers are cut all the same.
+    try:
+        with socket.socket(fileno=os.dup(handle)) as held:
+            info = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+    except OSError:
+        return 0.0
+    sent, received = struct.unpack_from("=I", info, 44)[0], struct.unpack_from("=I", info, 52)[0]
+    return min(sent, received) / 1000
