@@ -143,8 +143,8 @@ class Front:
             self._say(f"the new certificates are not used: {error}")
             return
         before, self._listener = self._listener, following
-        self._say("the certificates have changed and are in use")
         await before.end(alone=False)
+        self._say("the certificates have changed and are in use")
 
     async def _sweep(self) -> None:
         while True:

@@ -155,7 +155,7 @@ class Listener(Server):
     async def end(self, *, seconds: float = 2.0, alone: bool = True) -> None:
         """Stops listening, tells clients to go, and cuts those that do not hear.
 
-        Not `alone`, another listener has taken over the port, whose clients are not ours.
+        Not `alone`, another listener has the port already: it goes on with whoever comes later.
         """
         self._taken.close()
         if self._serving is None:

@@ -125,8 +125,14 @@ def test_an_address_that_is_not_host_and_port_is_refused(listen: str):
 )
 def test_an_open_address_is_refused_until_there_are_credentials(listen: str):
     found = the_problem(GOOD, f"server.listen='{listen}'")
-    assert "TLS and credentials are not available in this version" in found.message
-    assert "ssh -N -L 7350:127.0.0.1:7350" in (found.hint or "")
+    assert "there is no server.certs" in found.message
+    assert "diloco certs init" in (found.hint or "")
+    assert problems(GOOD, f"server.listen='{listen}'", "server.certs=certs") == []
+
+
+def test_a_token_comes_from_one_place():
+    text = GOOD.replace("name: paris", "name: paris, token_file: a, token_env: B", 1)
+    assert "token_file is given too" in the_problem(text).message
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""`diloco certs`: what it writes, that it can be said twice, and what a mistake looks like."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from diloco_cli.cli.app import main
+from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.server.denied import Denied
+from diloco_cli.server.issuing import Office
+from diloco_cli.server.keyring import Keyring, hash_of, read_entries
+
+
+def diloco(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    assert diloco("init", ".", "--template", "smoke", "--regions", "paris,tokyo") == 0
+    assert diloco("certs", "init", "--host", "server.example", "--host", "203.0.113.7") == 0
+    return tmp_path
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_file_is_for_its_owner_alone_and_no_token_is_kept_in_clear(here: Path):
+    assert diloco("certs", "issue", "--region", "paris") == 0
+    files = everything(here / "certs")
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (here / "certs").rglob("*/")} <= {0o700}
+    token = (here / "certs/regions/paris/token").read_text().strip()
+    holders = [path for path, data in files.items() if token.encode() in data]
+    assert holders == [here / "certs/regions/paris/token"]
+    entries = read_entries(here / "certs/tokens.json")[1]
+    assert hash_of(token) in {entry.sha256 for entry in entries}
+    assert len(token.rpartition(".")[2]) >= 43
+
+
+def test_saying_it_twice_changes_nothing(here: Path, capsys: pytest.CaptureFixture[str]):
+    diloco("certs", "issue", "--region", "paris")
+    before = everything(here / "certs")
+    assert diloco("certs", "init", "--host", "server.example") == 0
+    assert diloco("certs", "issue", "--region", "paris") == 0
+    assert "--renew" in capsys.readouterr().err
+    assert everything(here / "certs") == before
+
+
+def test_another_name_makes_a_new_server_certificate_that_keeps_the_old_names(here: Path):
+    assert diloco("certs", "init", "--host", "new.example") == 0
+    shown = subprocess.check_output(
+        [sys.executable, "-m", "diloco_cli", "certs", "show", "--format", "json"]
+    )
+    server = json.loads(shown)["certificates"][1]
+    assert {"server.example", "203.0.113.7", "new.example", "localhost"} <= set(server["names"])
+
+
+def test_a_renewal_leaves_a_day_and_a_revocation_none(here: Path):
+    office = Office(here / "certs")
+    office.issue("upload", "paris", 30, renew=False)
+    first = (here / "certs/regions/paris/token").read_text().strip()
+    office.issue("upload", "paris", 30, renew=True)
+    second = (here / "certs/regions/paris/token").read_text().strip()
+    now = time.time()
+    name = here.name if (here / "run.yaml").read_text().count(f"name: {here.name}") else None
+    run = office.entries()[0]
+    assert name in (None, run)
+
+    def state(token: str, at: float) -> str:
+        ring = Keyring(here / "certs/tokens.json", run, clock=lambda: at)
+        try:
+            return str(ring.who(token))
+        except Denied as denied:
+            return denied.code
+
+    assert state(first, now) == state(second, now) == "upload:paris"
+    assert state(first, now + 86_401 * 1.01) == "expired-credential"
+    assert state(second, now + 86_401 * 1.01) == "upload:paris"
+    assert len(office.revoke("upload", "paris")) == 2
+    assert office.revoke("upload", "paris") == []
+    assert state(first, now) == state(second, now) == "revoked-credential"
+
+
+def test_an_expired_certificate_of_the_server_is_made_anew(here: Path):
+    old = Office(here / "certs")
+    run = old.entries()[0]
+    (here / "certs/server.pem").unlink()
+    old.found(run, [], -1)
+    assert any("server's certificate" in line for line in old.found(run, [], 30))
+    assert old.found(run, [], 30) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("issue",), "Name one of"),
+        (("issue", "--region", "a", "--admin", "b"), "Name one of"),
+        (("issue", "--region", "../x"), "cannot be a name"),
+        (("issue", "--region", "a", "--dir", "nowhere"), "diloco certs init --dir nowhere"),
+        (("revoke", "--region", "rome"), "Known here: admin operator"),
+        (("init", "--host", "https://x"), "without port or https://"),
+        (("show", "--dir", "nowhere"), "has no authority"),
+    ],
+)
+def test_a_mistake_is_named_with_what_to_do(
+    here: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], says: str
+):
+    assert diloco("certs", *words) == 2
+    said = capsys.readouterr().err
+    assert says in said and "hint: " in said
+
+
+def test_the_folder_of_another_run_is_refused(here: Path):
+    with pytest.raises(SpecError, match="credentials of run"):
+        Office(here / "certs").found("somebody-elses", [], 30)
+    with pytest.raises(StoreError, match="has the credentials of run"):
+        Keyring(here / "certs/tokens.json", "somebody-elses")
+
+
+def test_show_says_no_secret(here: Path, capsys: pytest.CaptureFixture[str]):
+    diloco("certs", "issue", "--region", "paris")
+    diloco("certs", "revoke", "--region", "paris")
+    capsys.readouterr()
+    assert diloco("certs", "show") == 0
+    said = capsys.readouterr().out
+    assert "upload  paris: revoked" in said and "admin   operator: valid" in said
+    entry = read_entries(here / "certs/tokens.json")[1][0]
+    assert entry.sha256 not in said
+
+
+def test_a_damaged_list_lets_nobody_in_and_sends_nobody_away(here: Path):
+    path = here / "certs/tokens.json"
+    ring = Keyring(path, Office(here / "certs").entries()[0])
+    token = (here / "certs/admins/operator/token").read_text().strip()
+    assert ring.who(token).role == "admin"
+    good = path.read_bytes()
+    for bad in (b"{", b"[]", good.replace(b'"admin"', b'"root"'), None):
+        path.unlink() if bad is None else path.write_bytes(bad)
+        with pytest.raises(Denied) as denied:
+            ring.who(token)
+        assert denied.value.status == 503
+    path.write_bytes(good)
+    assert ring.who(token).role == "admin"

@@ -1,0 +1,183 @@
+"""Credentials that change while the server runs, and servers that must not run."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from vault import (  # pyright: ignore[reportMissingImports]
+    SCRIPT,
+    Guarded,
+    Vault,
+    client,
+    refused_in_the_handshake,
+)
+
+from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.net.identity import Identity, identify
+from diloco_cli.server.front import Certificates, refuse_open
+
+pytestmark = pytest.mark.live
+
+
+def patiently(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_revoked_region_is_out_at_the_next_request_and_its_certificate_soon_after(
+    own: Callable[..., Guarded],
+):
+    running = own()
+    office = running.vault.office
+    paris = running.vault.identity("upload", "paris")
+    tokyo = running.vault.identity("upload", "tokyo")
+    with client(running.url, paris, http2=False) as asked:
+        assert asked.get("/v1/status").status_code == 200  # Issued after the start.
+        office.revoke("upload", "paris")
+        try:
+            assert asked.get("/v1/status").status_code == 401
+        except httpx.TransportError:
+            pass  # The connection itself may be gone already.
+        running.until("the certificates have changed and are in use")
+        patiently(lambda: refused_in_the_handshake(running.url, paris))
+    with client(running.url, tokyo) as other:
+        assert other.get("/v1/status").status_code == 200
+    assert running.child.poll() is None  # The same process all along.
+
+
+def test_a_stream_that_was_open_ends_with_the_revocation(own: Callable[..., Guarded]):
+    running = own()
+    reader = running.vault.identity("read", "looker")
+    ended, opened = threading.Event(), threading.Event()
+
+    def follow() -> None:
+        try:
+            # Over HTTP/1.1: httpx's own HTTP/2 trips over a farewell.
+            with (
+                client(running.url, reader, http2=False) as asked,
+                asked.stream("GET", "/v1/events") as lines,
+            ):
+                for _ in lines.iter_lines():
+                    opened.set()
+        except httpx.TransportError:
+            pass
+        ended.set()
+
+    threading.Thread(target=follow, daemon=True).start()
+    assert opened.wait(20)
+    running.vault.office.revoke("read", "looker")
+    assert ended.wait(30)
+
+
+def test_a_new_server_certificate_is_shown_without_a_restart(own: Callable[..., Guarded]):
+    running = own()
+    office = running.vault.office
+    operator = identify(office.folder / "admins" / "operator")
+    assert not refused_in_the_handshake(running.url, operator)
+    before = _shown(running.url)
+    office.found("trial", ["localhost.example"], 30)
+    running.until("the certificates have changed and are in use")
+    patiently(lambda: _shown(running.url) != before)
+    with client(running.url, operator) as asked:
+        assert asked.get("/v1/status").status_code == 200
+
+
+def test_files_that_cannot_be_used_leave_the_old_ones_in_place(own: Callable[..., Guarded]):
+    running = own()
+    office = running.vault.office
+    operator = identify(office.folder / "admins" / "operator")
+    (office.folder / "server.pem").write_bytes(b"not a certificate")
+    running.until("the new certificates are not used")
+    with client(running.url, operator) as asked:
+        assert asked.get("/v1/status").status_code == 200
+
+
+def _shown(url: str) -> str:
+    host, port = url.removeprefix("https://").split(":")
+    return ssl.get_server_certificate((host, int(port)))
+
+
+def test_only_tls_1_3_is_spoken(guarded: Guarded):
+    context = guarded.vault.identity("upload", "paris").context()
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with (
+        httpx.Client(verify=context, trust_env=False) as asked,
+        pytest.raises(httpx.ConnectError, match="(?i)alert|protocol"),
+    ):
+        asked.get(guarded.url)
+    plain = guarded.url.replace("https:", "http:")
+    with httpx.Client(trust_env=False) as asked, pytest.raises(httpx.TransportError):
+        asked.get(plain)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "server.key").unlink(), "server.key is missing"),
+        (lambda folder: (folder / "tokens.json").unlink(), "tokens.json is missing"),
+        (lambda folder: (folder / "server.key").chmod(0o644), "chmod 600"),
+        (lambda folder: (folder / "ca.pem").write_bytes(b"?"), "cannot be used"),
+        (lambda folder: (folder / "tokens.json").write_bytes(b"?"), "cannot be read"),
+    ],
+)
+def test_a_server_without_its_locks_does_not_open(
+    tmp_path: Path, spoil: Callable[[Path], None], says: str
+):
+    vault = Vault(tmp_path)
+    spoil(vault.office.folder)
+    certificates = Certificates(vault.office.folder)
+    with pytest.raises((SpecError, StoreError), match=says) as refused:
+        certificates.check()
+        certificates.keyring("trial")
+    assert refused.value.hint
+
+
+def test_serving_stops_at_the_first_missing_lock(tmp_path: Path):
+    vault = Vault(tmp_path)
+    (vault.office.folder / "revoked.pem").unlink()
+    server = {"listen": "0.0.0.0:0", "certs": str(vault.office.folder)}
+    ended = subprocess.run(
+        (sys.executable, str(SCRIPT), str(tmp_path), json.dumps({"server": server})),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert "revoked.pem is missing" in ended.stderr and "diloco certs init" in ended.stderr
+
+
+def test_an_address_that_turns_out_to_be_open_is_refused(tmp_path: Path):
+    """The spec may say localhost, and this host's tables that it is elsewhere."""
+    for host, kind in (("0.0.0.0", socket.AF_INET), ("::", socket.AF_INET6)):
+        with socket.socket(kind) as taken:
+            taken.bind((host, 0))
+            with pytest.raises(SpecError, match="can be reached by other machines"):
+                refuse_open(taken, None)
+            refuse_open(taken, Certificates(tmp_path))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        refuse_open(taken, None)
+
+
+def test_a_token_is_never_said_where_it_can_be_heard():
+    secret = Identity(token="diloco.a.b.SECRET")
+    for url in ("http://10.0.0.1:7350", "http://server.example"):
+        with pytest.raises(SpecError, match="not encrypted") as caught:
+            secret.check(url)
+        assert "SECRET" not in str(caught.value)
+    for url in ("https://10.0.0.1", "http://127.0.0.1:1", "http://[::1]:1", "http://localhost:1"):
+        secret.check(url)
+    assert "SECRET" not in repr(secret)
