@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: install demo test lint model dst poison fuzz bench docs clean
+.PHONY: install demo test lint model poison fuzz schema bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -43,6 +44,9 @@ fuzz: install                    ## a million bad inputs for each decoder and en
 
 poison: install                  ## one region of eight lies, in every way we know
 	$(BIN)/python -m tests.poison.rehearsal
+
+schema: install                  ## thousands of requests made up from /openapi.json
+	SCHEMA_EXAMPLES=400 $(BIN)/python -m pytest tests/security/test_schema.py
 
 bench: install                   ## figures, each beside its limit from the same run
 	$(BIN)/diloco bench start

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from diloco_cli.server.api import Call
 
 LONGEST_HEADER = 2048
+REQUESTS_PER_CALLER = 128
+"""At once; a worker needs fewer than ten."""
 
 
 class Access:
@@ -28,6 +31,7 @@ class Access:
         self._keyring = keyring
         self.met: set[tuple[str, int]] = set()
         """Where those who may are connected from; whoever sweeps removes who is gone."""
+        self._under_way: Counter[str] = Counter()
 
     def check(self, call: Call, request: Request) -> Caller | None:
         """Says who is asking, or denies."""
@@ -52,7 +56,25 @@ class Access:
                 f"This is the credential of region {caller.name!r}, not of {region[:64]!r}.",
                 "Each region uses its own folder of certificates and token (--certs).",
             )
+        self._count(str(caller), request)
         return caller
+
+    def _count(self, who: str, request: Request) -> None:
+        """A request that its client has forgotten still waits for its answer here."""
+        if self._under_way[who] >= REQUESTS_PER_CALLER:
+            raise Denied(
+                "busy",
+                f"{who} has {REQUESTS_PER_CALLER} requests under way, the most it may have.",
+                "Ask again when some of them are answered.",
+                headers={"retry-after": "2"},
+            )
+        self._under_way[who] += 1
+        request.state.counted = who
+
+    def left(self, who: str | None) -> None:
+        """Takes note that a request that was let in is over."""
+        if who is not None:
+            self._under_way[who] -= 1
 
     def _meet(self, request: Request) -> None:
         if request.client:

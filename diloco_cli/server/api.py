@@ -265,7 +265,7 @@ def openapi(version: str) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for call in CALLS:
         path = re.sub(r":\w+}", "}", call.path)
-        paths.setdefault(path, {})[call.method.lower()] = _operation(call, path)
+        paths.setdefault(path, {})[call.method.lower()] = _operation(call)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -283,10 +283,13 @@ def openapi(version: str) -> dict[str, Any]:
     }
 
 
-def _operation(call: Call, path: str) -> dict[str, Any]:
+_SCHEMAS = {"": {"type": "string"}, "int": {"type": "integer", "minimum": 0}}
+
+
+def _operation(call: Call) -> dict[str, Any]:
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)}", path)
+        {"name": name, "in": "path", "required": True, "schema": _SCHEMAS[kind]}
+        for name, kind in re.findall(r"{(\w+)(?::(\w+))?}", call.path)
     ]
     for name, meaning in (call.query or {}).items():
         parameters.append(_parameter(name, "query", meaning))

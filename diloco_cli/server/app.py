@@ -133,7 +133,7 @@ class Guarded:
         self.app = app
         self.state = coordinator.state
         self.under_way = 0
-        self.audit, self.met = audit, access.met
+        self.audit, self.met, self._access = audit, access.met, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -150,6 +150,7 @@ class Guarded:
                 await incoming.linger()
         finally:
             self.under_way -= 1
+            self._access.left(watched.state.get("counted"))
             watched.note(self.audit)
 
 

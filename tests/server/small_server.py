@@ -10,6 +10,7 @@ from pathlib import Path
 from rig import initial, make_recipe, make_spec
 
 from diloco_cli.errors import DilocoError
+from diloco_cli.server import sweep
 from diloco_cli.server.serve import serve
 
 
@@ -18,6 +19,7 @@ def main() -> int:
     with_parent = changes.pop("with_parent", False)
     if changes.pop("bad_disk", False):
         _spoil_the_disk()
+    sweep.STRANGER_SECONDS = changes.pop("stranger_seconds", sweep.STRANGER_SECONDS)
     try:
         return serve(make_recipe(make_spec(**changes)), folder, initial, with_parent=with_parent)
     except DilocoError as error:

@@ -1,0 +1,113 @@
+"""The audit: a line for what came, what left and who was turned away; a secret in none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from vault import Guarded, client, mixed  # pyright: ignore[reportMissingImports]
+
+from diloco_cli.errors import SpecError
+from diloco_cli.net.client import Server
+from diloco_cli.net.transport import Retry
+from diloco_cli.server.audit import Audit
+from diloco_cli.wire.frame import open_frame
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "server"))
+
+from rig import Region, make_recipe  # pyright: ignore[reportMissingImports]
+
+pytestmark = pytest.mark.live
+
+
+def contribute(running: Guarded) -> tuple[str, int]:
+    """Lets paris join, contribute and fetch; says its frame's digest and length."""
+    paris = running.vault.identity("upload", "paris")
+    with Server(running.url, identity=paris, retry=Retry(tries=1)) as server:
+        about = server.run()
+        region = Region("paris", make_recipe(), about.run)
+        asked = region.join
+        joined = server.join(
+            "paris",
+            owner=asked.owner,
+            boot=asked.boot,
+            spec_digest=asked.spec_digest,
+            layout_digest=asked.layout_digest,
+        )
+        region.epoch = joined.epoch
+        frame = region.frame(0)
+        said = open_frame(frame)
+        base, clock = said.header.base, said.header.clock
+        answer = server.submit(0, "paris", base, clock, frame, epoch=joined.epoch)
+        assert answer.fate in ("pending", "returned")
+        server.whole(0, 0)
+    return said.digest, len(frame)
+
+
+def test_everything_that_moves_leaves_a_line_and_no_line_a_secret(own: Callable[..., Guarded]):
+    running = own()
+    vault = running.vault
+    digest, size = contribute(running)
+    paris, reader = vault.identity("upload", "paris"), vault.identity("read", "looker")
+    with client(running.url, reader) as asked:
+        weights = asked.get("/v1/weights")
+        assert weights.status_code == 200
+    with client(running.url, mixed(paris, "diloco.trial.paris.GUESSED-SECRET")) as asked:
+        assert asked.get("/v1/status").status_code == 401
+        asked.get("/v1/status?token=IN-THE-QUERY")
+    with Server(running.url, identity=paris, retry=Retry(tries=1)) as server:
+        server.run()
+        with pytest.raises(SpecError):
+            server.submit(0, "tokyo", 0, 1, b"x" * 100, epoch=1)
+    lines = running.audit()
+    by = {(line["who"], line["call"], line["outcome"]): line for line in lines}
+    brought = next(line for line in lines if line["call"] == "contribute" and line["bytes_in"])
+    assert (brought["who"], brought["digest"]) == ("upload:paris", digest)
+    assert (brought["bytes_in"], brought["outcome"]) == (size, "accepted")
+    taken = by["read:looker", "weights", "downloaded"]
+    assert taken["bytes_out"] == len(weights.content) and taken["digest"] == "versions [0, 0]"
+    assert by["upload:paris", "version", "downloaded"]["bytes_out"] > 0
+    assert by["upload:paris", "join", "accepted"]["status"] == 200
+    assert by["nobody", "status", "refused"]["code"] == "unknown-credential"
+    assert by["upload:paris", "contribute", "refused"]["code"] == "other-region"
+    assert (running.folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
+    _no_secret_in(running)
+
+
+def _no_secret_in(running: Guarded) -> None:
+    """No file of the run, and nothing the server said, holds a token, a key or a guess."""
+    secrets = [b"GUESSED-SECRET", b"IN-THE-QUERY", b"PRIVATE KEY"]
+    secrets += [path.read_bytes().strip() for path in running.folder.rglob("token")]
+    assert len(secrets) > 4
+    certs = (running.folder / "certs", running.folder / "other")
+    looked = 0
+    for path in running.folder.rglob("*"):
+        if path.is_file() and not any(home in path.parents for home in certs):
+            data, looked = path.read_bytes(), looked + 1
+            assert [secret for secret in secrets if secret in data] == [], path
+    assert looked > 4
+
+
+def test_the_files_are_bounded_and_turn(tmp_path: Path):
+    audit = Audit(tmp_path / "audit.jsonl", most=2000, kept=3)
+    for number in range(300):
+        audit.write(call="contribute", number=number)
+    audit.close()
+    files = sorted(tmp_path.iterdir())
+    assert [path.name for path in files] == ["audit.jsonl", "audit.jsonl.1", "audit.jsonl.2"]
+    assert all(path.stat().st_size <= 2000 for path in files)
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    newest = json.loads((tmp_path / "audit.jsonl").read_text().splitlines()[-1])
+    assert newest["number"] == 299
+
+
+def test_a_disk_that_refuses_the_line_stops_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    audit = Audit(tmp_path / "nowhere" / "audit.jsonl")
+    audit.write(call="join")
+    audit.write(call="join")
+    assert capsys.readouterr().err.count("going on without it") == 1

@@ -1,0 +1,75 @@
+"""schemathesis against /openapi.json: whatever is sent, no answer is the server's own fault.
+
+`make schema` sends many more than the few of `make test`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck
+from vault import Guarded, client  # pyright: ignore[reportMissingImports]
+
+from diloco_cli.server.api import openapi
+from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, WIRE_VERSION
+
+pytestmark = pytest.mark.live
+
+EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "12"))
+ENDLESS = {"events"}
+"""Its answer has no end; tests of the stream read it."""
+
+ROLES = {"upload": ("upload", "paris"), "read": ("read", "looker"), "admin": ("admin", "chief")}
+
+
+def operations() -> list[Any]:
+    found = schemathesis.openapi.from_dict(openapi("test")).get_all_operations()
+    every = [one.ok() for one in found]
+    return [one for one in every if _id(one) not in ENDLESS]
+
+
+def _id(operation: Any) -> str:
+    return operation.definition.raw["operationId"]
+
+
+@pytest.mark.parametrize("operation", operations(), ids=_id)
+def test_no_answer_is_the_servers_own_fault(guarded: Guarded, operation: Any):
+    roles = operation.definition.raw.get("x-roles") or ["read"]
+    # A real stop would be the end of the test; whoever may not is answered all the same.
+    role, name = ROLES["read" if _id(operation) == "stop" else roles[-1]]
+    identity = guarded.vault.identity(role, name)  # pyright: ignore[reportArgumentType]
+    with client(guarded.url, identity) as asked:
+        run = asked.get("/v1/run").json()["run"]
+    named = {RUN_HEADER: run, WIRE_HEADER: str(WIRE_VERSION), EPOCH_HEADER: "1"}
+
+    @hypothesis.settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        derandomize=EXAMPLES < 100,
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(case=operation.as_strategy(), known=hypothesis.strategies.booleans())
+    def ask(case: Any, known: bool) -> None:
+        if known:  # Past the door, or every guess would end there.
+            case.headers = {**(case.headers or {}), **named}
+            if "region" in (case.path_parameters or {}):
+                case.path_parameters["region"] = "paris"
+        case.query = {**(case.query or {}), "wait": "0"}
+        answer = case.call(
+            base_url=guarded.url,
+            headers=identity.headers,
+            verify=str(identity.ca),
+            cert=(str(identity.certificate), str(identity.key)),
+            timeout=30,
+        )
+        assert answer.status_code < 500, answer.text
+        if answer.status_code >= 400 and case.method != "HEAD":
+            assert set(answer.json()["error"]) >= {"code", "message", "hint"}
+
+    ask()
+    assert guarded.child.poll() is None
