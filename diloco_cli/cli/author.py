@@ -64,7 +64,8 @@ def init(
     typer.echo("\nNext:", err=True)
     typer.echo(f"  diloco validate {spec}   after each change", err=True)
     typer.echo(f"  diloco run {spec}        everything on this machine", err=True)
-    typer.echo(f"  Several hosts: copy {folder} to each, then ./{starts[0]} on one and", err=True)
+    typer.echo("  Several hosts: diloco certs init --host NAME, and diloco certs issue", err=True)
+    typer.echo(f"  --region R for each; copy {folder}, then ./{starts[0]} on one and", err=True)
     typer.echo(f"  ./{starts[1]} URL (and so on) on those that train.", err=True)
     if folder / ".gitignore" not in written:
         typer.echo("  Your .gitignore was left as it is; runs/ belongs in it.", err=True)

@@ -47,7 +47,11 @@ What a spec can choose by `kind`, and the options of each. `diloco explain` prin
 HTTP_API = """\
 HTTP/2 (prior knowledge on `http://`) and HTTP/1.1 for browsers. `diloco-run` names the run and
 `diloco-wire` the wire version; a PUT also carries `diloco-epoch`. The server's own description is
-at `/openapi.json`. Every error body is `{"error": {"code", "message", "hint"}}`.\
+at `/openapi.json`. Every error body is `{"error": {"code", "message", "hint"}}`.
+
+Where the server has certificates (`server.certs`) it speaks TLS 1.3 only and asks for a client
+certificate, and calls carry `authorization: Bearer TOKEN` (a browser may send the token as the
+password of Basic). Without, on the loopback address, anybody may make any call.\
 """
 EVENTS = """\
 `events.jsonl` in the run folder has one JSON object a line: `kind`, `time` (seconds since 1970),
@@ -101,13 +105,16 @@ def _http_api() -> Iterator[str]:
         must = "run and wire version" if call.region else "wire version" if call.wire else ""
         if must:
             yield f"Must name the {must}.\n"
+        may = f"roles {', '.join(sorted(call.may))}" if call.may else "anybody with a certificate"
+        whose = " of the region itself" if "{region}" in call.path else ""
+        yield f"With credentials: {may}{whose}.\n"
         for name, meaning in (call.query or {}).items():
             yield f"* `?{name}=`: {meaning}"
         if call.sends:
             yield f"* takes `{call.sends}`"
         yield f"* gives `{call.gives}`\n"
         yield "| code | answer |\n| --- | --- |"
-        for code, answer in call.answers.items():
+        for code, answer in sorted(call.every_answer.items()):
             yield f"| {code} | {answer} |"
 
 

@@ -2,7 +2,7 @@
 
     FOLDER/run.yaml          a pipeline with your regions, its comments kept
     FOLDER/start-server.sh   for the host that aggregates
-    FOLDER/start-REGION.sh   for each host that trains; needs nothing but a URL
+    FOLDER/start-REGION.sh   for each host that trains; needs a URL and its certificates
     FOLDER/.gitignore
 
 Everything is composed and checked before the first file is written, and no file that
@@ -22,15 +22,15 @@ from diloco_cli.registry import nearest
 from diloco_cli.spec.nodes import scalar
 
 PORT = 7350
-IGNORED = "# What runs leave behind.\nruns/\n"
+IGNORED = "# What runs leave behind, and secrets.\nruns/\ncerts/\n"
 
 HEADER = """\
 # A run spec, started from the template TEMPLATE. Edit freely; `diloco validate run.yaml` checks it,
 # `diloco explain` lists what else can be chosen, and every key is in docs/reference/spec.md.
 """
 SERVER = """\
-# A port that stays the same, so that region hosts can be given one URL. The server listens
-# on its own host only; others reach it through an SSH tunnel (docs/guides/several-hosts.md).
+# A port that stays the same, so that region hosts can be given one URL. It listens on its own
+# host only; with `diloco certs init --host NAME`, start-server.sh opens it to others, over TLS.
 server: {listen: 127.0.0.1:PORT, store: {kind: folder}}
 """
 

@@ -193,6 +193,22 @@ def test_a_region_script_needs_nothing_but_a_url(scripts: Path):
     assert start(script, DILOCO_SERVER="http://h:1").stdout == wanted
 
 
+def test_scripts_use_certificates_where_there_are_some(scripts: Path):
+    script = scripts / "start-tokyo.sh"
+    ended = start(script, "https://h:1")
+    assert ended.returncode == 2 and "diloco certs issue --region tokyo" in ended.stderr
+    (scripts / "certs/regions/tokyo").mkdir(parents=True)
+    shown = start(script, "https://h:1").stdout
+    assert shown == (
+        f"{scripts}: work run.yaml --region tokyo --server https://h:1 "
+        "--certs certs/regions/tokyo\n"
+    )
+    (scripts / "certs/server.pem").touch()
+    served = start(scripts / "start-server.sh").stdout
+    assert served.endswith("--set server.certs=certs --set server.listen=0.0.0.0:7350\n")
+    assert "certs/" in (scripts / ".gitignore").read_text()
+
+
 def test_a_region_script_without_a_url_says_so(scripts: Path):
     ended = start(scripts / "start-tokyo.sh")
     assert (ended.returncode, ended.stdout) == (2, "")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from vault import (  # pyright: ignore[reportMissingImports]
     Vault,
     client,
     refused_in_the_handshake,
+    start,
 )
 
 from diloco_cli.errors import SpecError, StoreError
@@ -37,27 +38,37 @@ def patiently(check: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A server whose certificates these tests change, one after the other."""
+    server = start(tmp_path_factory.mktemp("changing"), None)
+    yield server
+    server.close()
+
+
+CHANGED = "the certificates have changed and are in use"
+
+
 def test_a_revoked_region_is_out_at_the_next_request_and_its_certificate_soon_after(
-    own: Callable[..., Guarded],
+    running: Guarded,
 ):
-    running = own()
     office = running.vault.office
     paris = running.vault.identity("upload", "paris")
     tokyo = running.vault.identity("upload", "tokyo")
     with client(running.url, paris, http2=False) as asked:
         assert asked.get("/v1/status").status_code == 200  # Issued after the start.
+        told = running.said.count(CHANGED)
         office.revoke("upload", "paris")
         with suppress(httpx.TransportError):  # The connection itself may be gone already.
             assert asked.get("/v1/status").status_code == 401
-        running.until("the certificates have changed and are in use")
+        running.until(CHANGED, told + 1)
         patiently(lambda: refused_in_the_handshake(running.url, paris))
     with client(running.url, tokyo) as other:
         assert other.get("/v1/status").status_code == 200
     assert running.child.poll() is None  # The same process all along.
 
 
-def test_a_stream_that_was_open_ends_with_the_revocation(own: Callable[..., Guarded]):
-    running = own()
+def test_a_stream_that_was_open_ends_with_the_revocation(running: Guarded):
     reader = running.vault.identity("read", "looker")
     ended, opened = threading.Event(), threading.Event()
 
@@ -76,25 +87,26 @@ def test_a_stream_that_was_open_ends_with_the_revocation(own: Callable[..., Guar
 
     threading.Thread(target=follow, daemon=True).start()
     assert opened.wait(20)
+    told = running.said.count(CHANGED)
     running.vault.office.revoke("read", "looker")
     assert ended.wait(30)
+    running.until(CHANGED, told + 1)
 
 
-def test_a_new_server_certificate_is_shown_without_a_restart(own: Callable[..., Guarded]):
-    running = own()
+def test_a_new_server_certificate_is_shown_without_a_restart(running: Guarded):
     office = running.vault.office
     operator = identify(office.folder / "admins" / "operator")
     assert not refused_in_the_handshake(running.url, operator)
     before = _shown(running.url)
+    told = running.said.count(CHANGED)
     office.found("trial", ["localhost.example"], 30)
-    running.until("the certificates have changed and are in use")
+    running.until(CHANGED, told + 1)
     patiently(lambda: _shown(running.url) != before)
     with client(running.url, operator) as asked:
         assert asked.get("/v1/status").status_code == 200
 
 
-def test_files_that_cannot_be_used_leave_the_old_ones_in_place(own: Callable[..., Guarded]):
-    running = own()
+def test_files_that_cannot_be_used_leave_the_old_ones_in_place(running: Guarded):
     office = running.vault.office
     operator = identify(office.folder / "admins" / "operator")
     (office.folder / "server.pem").write_bytes(b"not a certificate")

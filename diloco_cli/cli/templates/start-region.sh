@@ -1,7 +1,7 @@
 #!/bin/sh
-# Trains the region REGION on this host. It needs the server's URL and nothing else:
-#   ./start-REGION.sh http://127.0.0.1:PORT        or        DILOCO_SERVER=http://… ./start-REGION.sh
-# From another host, open a tunnel first:  ssh -N -L PORT:127.0.0.1:PORT SERVER-HOST
+# Trains the region REGION on this host. It needs the server's URL and, unless the server is on
+# this host or behind a tunnel, the folder certs/regions/REGION from the server's host:
+#   ./start-REGION.sh https://SERVER-HOST:PORT     or     DILOCO_SERVER=https://… ./start-REGION.sh
 set -eu
 cd "$(dirname "$0")"
 case "${1:-}" in
@@ -12,7 +12,7 @@ http://* | https://*)
 esac
 if [ -z "${DILOCO_SERVER:-}" ]; then
     echo "error: region REGION does not know where the server is" >&2
-    echo "hint: $0 http://127.0.0.1:PORT" >&2
+    echo "hint: $0 https://SERVER-HOST:PORT" >&2
     exit 2
 fi
 if ! command -v diloco >/dev/null 2>&1; then
@@ -20,4 +20,14 @@ if ! command -v diloco >/dev/null 2>&1; then
     echo "hint: pip install diloco-cli, or activate the environment it is in" >&2
     exit 2
 fi
+case "$DILOCO_SERVER" in
+https://*)
+    if [ ! -d certs/regions/REGION ]; then
+        echo "error: there is no certs/regions/REGION here, which $DILOCO_SERVER asks for" >&2
+        echo "hint: on the server's host: diloco certs issue --region REGION; then copy it here" >&2
+        exit 2
+    fi
+    set -- --certs certs/regions/REGION "$@"
+    ;;
+esac
 exec diloco work run.yaml --region REGION --server "$DILOCO_SERVER" "$@"
