@@ -1,8 +1,8 @@
 """The door of the server: one port, TLS on it, and new locks while it is open.
 
 When a file of the certificates changes, a second listener with the new ones takes over the
-same port; the old one is told to finish, and its connections are cut soon after. Nobody is
-refused meanwhile, and a revoked certificate opens nothing a few seconds later.
+same port; the old one is told to finish, and its connections are cut soon after. Whoever is
+cut connects again, and a revoked certificate opens nothing a few seconds later.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Listener(Server):
         self._taken, self._tls = taken, files is not None
         certificate, key, ca, revoked = files or (None, None, None, None)
         self._host, self._port = _reached(taken)
-        self._others = _threads()
+        self._others, self._own = _threads(), set[int]()
         self._serving: asyncio.Task[None] | None = None
         super().__init__(
             app,
@@ -151,6 +151,7 @@ class Listener(Server):
                 where = f"{self._host}:{self._port}"
                 raise RunFailed(f"The server on {where} does not answer its own requests.")
             await asyncio.sleep(0.01)
+        self._own = _threads() - self._others
 
     async def end(self, *, seconds: float = 2.0, alone: bool = True) -> None:
         """Stops listening, tells clients to go, and cuts those that do not hear.
@@ -169,12 +170,17 @@ class Listener(Server):
                 cut(one)
         await asyncio.wait({self._serving}, timeout=seconds)
         self._serving.cancel()
-        if not alone:
-            return
         # The interpreter must not end while granian's threads still call into it.
         deadline = time.monotonic() + seconds
-        while _threads() - self._others and time.monotonic() < deadline:
+        while self._left(alone) and time.monotonic() < deadline:
+            if not alone:
+                # It notices with the next connection that it takes, and drops that.
+                await _knock(self._host, self._port)
             await asyncio.sleep(0.01)
+
+    def _left(self, alone: bool) -> set[int]:
+        """Threads that may still call into Python, or take up a connection."""
+        return _threads() - self._others if alone else _threads() & self._own
 
 
 def _threads() -> set[int]:
@@ -197,6 +203,12 @@ async def _healthy(host: str, port: int) -> bool:
     except (OSError, TimeoutError):
         return False
     finally:
+        writer.close()
+
+
+async def _knock(host: str, port: int) -> None:
+    with suppress(OSError):
+        _, writer = await asyncio.open_connection(host, port)
         writer.close()
 
 

@@ -96,7 +96,7 @@ def test_a_stream_that_was_open_ends_with_the_revocation(running: Guarded):
 def test_a_new_server_certificate_is_shown_without_a_restart(running: Guarded):
     office = running.vault.office
     operator = identify(office.folder / "admins" / "operator")
-    assert not refused_in_the_handshake(running.url, operator)
+    patiently(lambda: not refused_in_the_handshake(running.url, operator))
     before = _shown(running.url)
     told = running.said.count(CHANGED)
     office.found("trial", ["localhost.example"], 30)
