@@ -145,11 +145,16 @@ class Guarded:
             if self.state.closed:
                 await answer_error(closing())(scope, incoming, send)
             else:
-                await self.app(scope, watched.receive, watched.send)
+                await self._answer(scope, watched)
             if scope["method"] in ("PUT", "POST"):
                 await incoming.linger()
         finally:
             self.under_way -= 1
+
+    async def _answer(self, scope: Scope, watched: Watched) -> None:
+        try:
+            await self.app(scope, watched.receive, watched.send)
+        finally:
             self._access.left(watched.state.get("counted"))
             watched.note(self.audit)
 

@@ -256,6 +256,10 @@ def test_silent_and_dripping_strangers_are_cut_and_regions_are_not(
                 assert one.recv(1) == b""
                 one.close()
             assert ended.wait(40)
+            # These two nobody but the sweep would end: past the handshake, then nothing.
+            with raw(running) as greeted, raw(running) as mute:
+                conversation(greeted)
+                assert was_cut(greeted) and was_cut(mute)
         finally:
             ended.set()
         # The same connection as before: it had made a request that it may make.
