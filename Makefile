@@ -2,8 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint model dst poison fuzz bench docs clean
-.PHONY: install demo test lint model poison fuzz schema bench docs clean
+.PHONY: install demo test lint model dst poison fuzz schema bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
