@@ -13,17 +13,23 @@ where the journal says. Records are plain mappings with a `kind`:
     end        why
     finished   why
     evaluated  versions loss region
+    snapshot   ledger
+
+A snapshot says what all records before it amount to, so that they can be left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from diloco_cli.core.rounds import Decision, Receipt, Standing
 
 Record = Mapping[str, Any]
+MOST_EVALUATIONS = 512
+"""Evaluations remembered: the first, the best and the newest ones."""
+
 NEWS = frozenset({"called", "dropped", "published", "end", "finished"})
 """Kinds that regions care about; the number of the last one is what they wait after."""
 
@@ -44,8 +50,26 @@ class Slot:
     decided: dict[str, Decision] = field(default_factory=dict)
     applied: dict[str, float] = field(default_factory=dict)
     published: str = ""
-    members: tuple[str, ...] = ()
-    """Of the newest version, for display."""
+    state: str = ""
+    """Digest of everything the server keeps of the newest version; empty before the first."""
+    sources: dict[str, Receipt] = field(default_factory=dict)
+    """What the newest version was made of."""
+    drained: bool = False
+    """The newest version was made in a drain round."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Of the newest version, for display."""
+        return tuple(sorted(self.sources))
+
+    @classmethod
+    def of(cls, record: Record) -> Slot:
+        """A slot as a snapshot has it."""
+        slot = cls(**record)
+        for name in ("waiting", "closing", "sources"):
+            setattr(slot, name, {key: Receipt(**it) for key, it in getattr(slot, name).items()})
+        slot.decided = {key: Decision(**it) for key, it in record["decided"].items()}
+        return slot
 
 
 @dataclass(slots=True)
@@ -103,6 +127,19 @@ class Ledger:
         )
         return weighted / sum(sizes)
 
+    def snapshot(self) -> dict[str, Any]:
+        """Everything here as plain data, for a record of kind `snapshot`."""
+        return asdict(self)
+
+    def restore(self, record: Record) -> None:
+        """Stands where a snapshot stood."""
+        for each in fields(self):
+            setattr(self, each.name, record[each.name])
+        self.slots = [Slot.of(slot) for slot in record["slots"]]
+        self.regions = {name: Member(**member) for name, member in record["regions"].items()}
+        self.evaluations = [dict(each) for each in record["evaluations"]]
+        self.refused = dict(record["refused"])
+
     def apply(self, number: int, record: Record) -> None:
         kind = record["kind"]
         if kind in NEWS:
@@ -156,10 +193,9 @@ def _published(ledger: Ledger, record: Record) -> None:
         slot.merged[region] = receipt.digest
         slot.decided[region] = Decision(receipt.clock, receipt.digest, "merged")
         slot.applied[region] = slot.applied.get(region, 0.0) + receipt.tokens
-    slot.members = tuple(sorted(slot.closing))
-    slot.closing = {}
+    slot.sources, slot.drained, slot.closing = slot.closing, slot.drain, {}
     slot.version, slot.phase = record["version"], "idle"
-    slot.published = record["published"]
+    slot.published, slot.state = record["published"], record.get("state", "")
     ledger.outer_steps += 1
 
 
@@ -172,7 +208,15 @@ def _finished(ledger: Ledger, record: Record) -> None:
 
 
 def _evaluated(ledger: Ledger, record: Record) -> None:
-    ledger.evaluations.append({key: record[key] for key in ("versions", "loss", "region")})
+    known = ledger.evaluations
+    known.append({key: record[key] for key in ("versions", "loss", "region")})
+    if len(known) > MOST_EVALUATIONS:
+        best = min(known, key=lambda each: each["loss"])
+        del known[2 if known[1] is best else 1]
+
+
+def _snapshot(ledger: Ledger, record: Record) -> None:
+    ledger.restore(record["ledger"])
 
 
 _HANDLERS = {
@@ -185,6 +229,7 @@ _HANDLERS = {
     "end": _end,
     "finished": _finished,
     "evaluated": _evaluated,
+    "snapshot": _snapshot,
 }
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from diloco_cli.core import pace, rounds
 from diloco_cli.core.ledger import TurnedAway, admit_worker
 from diloco_cli.core.rounds import Accept, Foreign, Receipt, Recorded, Refused, Returned
+from diloco_cli.failpoints import reach
 from diloco_cli.server.conduct import Conductor
 from diloco_cli.server.denied import Denied
 from diloco_cli.server.state import Seconds
@@ -164,6 +165,7 @@ class Coordinator(Conductor):
             state.record("decided", **about, fate="returned", why=answer.why)
         self._note_answer(receipt, answer)
         await state.commit.durable()
+        reach("reply.ready")
         return answer
 
     def check_epoch(self, region: str, epoch: int) -> None:
