@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint model bench docs clean
+.PHONY: install demo test lint model killloop powercut bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -28,6 +28,9 @@ lint: install                    ## style, types, layers
 
 model: install                   ## thousands of seeds of the crash model
 	$(BIN)/python -m tests.model.explore --seeds 3000 --every-crash-point
+
+killloop: install                ## 1,000 SIGKILLs of a server under load; goes on where it stopped
+	nice -n 10 $(BIN)/python -m tests.durability.killloop --kills 1000 --results build/killloop.jsonl
 
 bench: install                   ## figures, each beside its limit from the same run
 	$(BIN)/diloco bench start
