@@ -185,7 +185,8 @@ class Coordinator(Conductor):
         return any(
             receipt.digest == digest
             for slot in self.state.ledger.slots
-            for receipt in (*slot.waiting.values(), *slot.closing.values())
+            # The newest version's own are about to be filed with it.
+            for receipt in (*slot.waiting.values(), *slot.closing.values(), *slot.sources.values())
         )
 
     def evaluator(self) -> str | None:

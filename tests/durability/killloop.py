@@ -24,12 +24,14 @@ from typing import Any
 
 from .stage import Broken, Stage
 
-CHUNK = 50
+CHUNK = 200
 COLD = 20
 """One start in so many loads all of Python itself, and is timed; the others are forks."""
 
 
-def kill_again_and_again(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+def kill_again_and_again(
+    folder: Path, kills: int, seed: int, *, cold_every: int = COLD
+) -> dict[str, Any]:
     """One run; raises Broken, or gives what was seen."""
     rng, stage = random.Random(seed), Stage(folder)
     starts: list[float] = []
@@ -43,12 +45,14 @@ def kill_again_and_again(folder: Path, kills: int, seed: int) -> dict[str, Any]:
             stage.wait(lambda until=until: stage.accepted and time.monotonic() >= until)
             stage.kill()
             stage.check()
-            cold = number % COLD == COLD - 1
+            cold = number % cold_every == cold_every - 1
             began = stage.start(cold=cold)
             stage.wait(lambda began=began: stage.accepted and stage.first_accepted(began))
             first = stage.first_accepted(began)
             assert first is not None
             (starts if cold else forks).append(first - began)
+            if number % 25 == 24:
+                print(f"seed {seed}: {number + 1} of {kills} kills", file=sys.stderr, flush=True)
         stage.kill()
         found = stage.check()
     except (Broken, AssertionError) as error:
@@ -78,6 +82,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=Path("killloop.jsonl"))
+    parser.add_argument("--cold-every", type=int, default=COLD)
     asked = parser.parse_args()
     done = []
     asked.results.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +92,10 @@ def main() -> int:
     while left > 0:
         with tempfile.TemporaryDirectory(prefix="diloco-kill-") as folder:
             try:
-                result = kill_again_and_again(Path(folder) / "run", min(CHUNK, left), seed)
+                kills = min(CHUNK, left)
+                result = kill_again_and_again(
+                    Path(folder) / "run", kills, seed, cold_every=asked.cold_every
+                )
             except Broken as error:
                 print(f"broken: {error}", file=sys.stderr)
                 return 1

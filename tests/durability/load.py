@@ -24,7 +24,7 @@ from diloco_cli.net.client import Server
 from diloco_cli.net.transport import Retry, Timeouts
 from diloco_cli.wire.frame import open_frame
 
-PAUSE = 0.02
+PAUSE = 0.01
 
 
 class Load:
@@ -33,6 +33,8 @@ class Load:
         self.log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self.flying: dict[int, bytes] = {}
         self.acknowledged: set[str] = set()
+        self.said: set[str] = set()
+        """Answered on this connection: asked again once after every death of the server."""
 
     def say(self, what: str, **fields: Any) -> None:
         line = {"what": what, "at": time.monotonic(), **fields}
@@ -42,6 +44,7 @@ class Load:
         while os.getppid() != 1:  # Whoever started it is still there.
             try:
                 with self._connected() as server:
+                    self.said = set()
                     if not self.region.run:
                         self._join(server)
                     while True:
@@ -76,14 +79,18 @@ class Load:
                 about = open_frame(frame)
                 tokens = about.header.tokens
                 self.say("sent", fragment=fragment, digest=about.digest, tokens=tokens)
-        for fragment in list(self.flying):
+        asked = [f for f, frame in self.flying.items() if open_frame(frame).digest not in self.said]
+        for fragment in asked:
             self._send(server, fragment)
+        if not asked:
+            time.sleep(PAUSE)  # Rounds close when they close; leave the server the processor.
 
     def _send(self, server: Server, fragment: int) -> None:
         frame = self.flying[fragment]
         about = open_frame(frame)
         base, clock, region = about.header.base, about.header.clock, self.region
         answer = server.submit(fragment, region.name, base, clock, frame, epoch=region.epoch)
+        self.said.add(about.digest)
         if answer.fate not in ("pending", "merged"):
             self.say("wrong", why=f"{fragment} {base}-{clock}: {answer}")
         elif about.digest not in self.acknowledged:

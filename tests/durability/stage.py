@@ -38,7 +38,7 @@ CHANGES: dict[str, Any] = {
         "listen": "127.0.0.1:0",
         "lease": 30.0,
         # So short that it is compacted again and again.
-        "store": {"kind": "folder", "journal": 1 << 17, "history": 16, "replay": 16, "reserve": 0},
+        "store": {"kind": "folder", "journal": 1 << 16, "history": 16, "replay": 16, "reserve": 0},
     },
 }
 DEADLINE = 60.0
