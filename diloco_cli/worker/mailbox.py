@@ -174,11 +174,16 @@ class Mailbox:
 
     def image_version(self, fragment: int) -> int:
         """Says which version is here without reading the weights; −1 for none or a damaged one."""
+        return self.image_name(fragment)[0]
+
+    def image_name(self, fragment: int) -> tuple[int, str]:
+        """Version and published digest of what is here, without reading the weights."""
         try:
             with safe_open(self.image_file(fragment), framework="np") as file:
-                return int((file.metadata() or {})["version"])
+                notes = file.metadata() or {}
+            return int(notes["version"]), notes["published"]
         except (SafetensorError, OSError, KeyError, ValueError):
-            return -1
+            return -1, ""
 
     def fate(self, fragment: int) -> Fate | None:
         found = _read_json(self.fate_file(fragment))
