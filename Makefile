@@ -32,6 +32,9 @@ model: install                   ## thousands of seeds of the crash model
 killloop: install                ## 1,000 SIGKILLs of a server under load; goes on where it stopped
 	nice -n 10 $(BIN)/python -m tests.durability.killloop --kills 1000 --results build/killloop.jsonl
 
+powercut: install                ## 200 power cuts of a server's disk; needs root
+	nice -n 10 $(BIN)/python -m tests.durability.powercut --cuts 200
+
 bench: install                   ## figures, each beside its limit from the same run
 	$(BIN)/diloco bench start
 	$(BIN)/diloco bench inner

@@ -120,7 +120,8 @@ class Stage:
         self.recipe = make_recipe(make_spec(**self.changes))
         self.told = {name: Told() for name in REGIONS}
         self.clients: list[subprocess.Popen[bytes]] = []
-        self.nursery = Nursery()
+        self.nursery, self.second = Nursery(), Nursery()
+        """For the run's servers, and for one beside them."""
         self.server: Cold | Forked | None = None
         self.covered: dict[int, int] = {}
         self.made_again = 0
@@ -272,3 +273,4 @@ class Stage:
         if self.server and self.server.code() is None:
             self.kill()
         self.nursery.close()
+        self.second.close()
