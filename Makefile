@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint model killloop powercut bench docs clean
+.PHONY: install demo test lint model killloop powercut poison fuzz bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -34,6 +34,13 @@ killloop: install                ## 1,000 SIGKILLs of a server under load; goes 
 
 powercut: install                ## 200 power cuts of a server's disk; needs root
 	nice -n 10 $(BIN)/python -m tests.durability.powercut --cuts 200
+
+fuzz: install                    ## a million bad inputs for each decoder and engine
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz.hunt $(FUZZ)
+
+poison: install                  ## one region of eight lies, in every way we know
+	$(BIN)/python -m tests.poison.rehearsal
 
 bench: install                   ## figures, each beside its limit from the same run
 	$(BIN)/diloco bench start

@@ -19,8 +19,9 @@ from pathlib import Path as FilePath
 from typing import Any, cast
 
 from diloco_cli.core.fragments import Layout, cut
-from diloco_cli.core.merge import MergeRule, merge_rules
+from diloco_cli.core.merge import MergeRule
 from diloco_cli.core.outer import OuterOptimiser, outer_optimisers
+from diloco_cli.core.robust import merge_rules
 from diloco_cli.errors import RegistryError
 from diloco_cli.registry import Registry
 from diloco_cli.server.recipe import Recipe
@@ -223,6 +224,8 @@ def _options(built: Any) -> dict[str, Any]:
 def shared_settings(spec: RunSpec) -> dict[str, Any]:
     """Gives what every process of the run must have in common, as plain data."""
     everything = resolved(spelled_out(spec))
+    # How much of its line a region may use is between the region and its line.
+    everything["wire"].pop("rate_limit", None)
     return {key: everything[key] for key in SHARED}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
+
+
+@cache
+def _reader(choice: type[Any]) -> TypeAdapter[Any]:
+    """Checks a choice's options; making it takes milliseconds, and frames ask every time."""
+    return TypeAdapter(choice)
 
 
 class Registry(Generic[T]):
@@ -68,7 +75,7 @@ class Registry(Generic[T]):
         ]
         fitting = {key: value for key, value in options.items() if key in known}
         try:
-            built = TypeAdapter(choice).validate_python(fitting)
+            built = _reader(choice).validate_python(fitting)
             return (None, errors) if errors else (built, [])
         except RegistryError as error:  # An option is itself a choice, and a wrong one.
             return None, [*errors, error]

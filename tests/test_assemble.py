@@ -120,6 +120,7 @@ def test_the_digest_is_of_what_the_run_means_not_of_how_it_is_written():
     meant = assemble.shared_digest(spec())
     assert assemble.shared_digest(spec("outer={kind: nesterov}")) == meant
     assert assemble.shared_digest(spec("outer={kind: nesterov, lr: 0.5}")) != meant
+    assert assemble.shared_digest(spec("wire.rate_limit=5Mbit")) == meant, "a region's own affair"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,32 @@ def link(
     show(link_figures(url, quick=quick, say=lambda text: typer.echo(text, err=True)), format)
 
 
+@bench.command()
+def sync(
+    params: Annotated[str, typer.Option(metavar="N", help="Parameters, as in 10M.")] = "10M",
+    regions: Annotated[
+        str, typer.Option(metavar="N[,N…]", help="Regions; 2,8 compares the server's memory.")
+    ] = "4",
+    rounds: Annotated[int, typer.Option(min=1, help="Synchronisations in each of 3 tries.")] = 4,
+    warm: Annotated[int, typer.Option(min=1, help="Synchronisations before the first.")] = 10,
+    format: OutputFormat = Format.text,
+) -> None:
+    """Measure what synchronising a whole model costs, without training.
+
+    A real server and one process for each region: CPU time, bytes a parameter, memory.
+    """
+    from diloco_cli.cli.bench_sync import parameters_of, regions_of, sync_figures
+
+    found = sync_figures(
+        parameters=parameters_of(params),
+        regions=regions_of(regions),
+        rounds=rounds,
+        warm=warm,
+        say=lambda text: typer.echo(text, err=True),
+    )
+    show(found, format)
+
+
 def show(figures: list[dict[str, Any]], format: Format) -> None:
     """Prints figures, each with the limit it was measured against in the same run."""
     if format is Format.json:

@@ -70,7 +70,7 @@ class Fragment:
 
     @property
     def size(self) -> int:
-        return sum(piece.size for piece in self.pieces)
+        return self.pieces[-1].span.stop if self.pieces else 0  # They lie one after another.
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ reason with values.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -21,6 +22,18 @@ WINDOW = 32
 
 ENOUGH = 8
 """Norms that must be known before any is called too large."""
+
+STRIKES = 3
+"""Unfit contributions in a row after which a region's work is kept out."""
+
+PAROLE = 8
+"""Sound contributions in a row after which it is let in again; the last of them counts."""
+
+LIMIT = 20.0
+"""Times the usual norm from which on a contribution is refused."""
+
+CLEAR = 5.0
+"""Standard deviations of chance above which agreement means something."""
 
 LARGEST = 1e15
 """No training moves one weight this far. Far enough from float32's limit (3e38) that sums
@@ -43,8 +56,45 @@ class Norms:
         return median(self.recent) if len(self.recent) >= ENOUGH else None
 
 
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """What was found in one region's latest contributions.
+
+    One that is unfit again and again is not waited for and not merged: in quarantine. It
+    is still called, and what it sends is still looked at, so a region that was repaired
+    comes back by itself.
+    """
+
+    strikes: int = 0
+    """Unfit ones in a row."""
+    sound: int = 0
+    """Sound ones in a row since it is in quarantine."""
+    quarantined: bool = False
+    last: str = ""
+    """Why the last unfit one was."""
+
+    def found(self, unfit: str | None) -> Conduct:
+        """Takes note of one more contribution: sound, or unfit for this reason."""
+        if unfit is not None:
+            strikes = self.strikes + 1
+            return Conduct(strikes, 0, self.quarantined or strikes >= STRIKES, unfit)
+        if not self.quarantined or self.sound + 1 >= PAROLE:
+            return Conduct()
+        return Conduct(0, self.sound + 1, True, self.last)
+
+    @property
+    def why(self) -> str:
+        """Says what keeps the region out; empty if nothing does."""
+        if not self.quarantined:
+            return ""
+        return (
+            f"in quarantine after {STRIKES} unfit contributions in a row, the last: {self.last}; "
+            f"{PAROLE} sound ones in a row end it, {self.sound} so far"
+        )
+
+
 def inspect(
-    delta: np.ndarray, fragment: Fragment, norms: Norms, *, limit: float = 20.0
+    delta: np.ndarray, fragment: Fragment, norms: Norms, *, limit: float = LIMIT
 ) -> str | None:
     """Says why a contribution must not be merged, or None if it may."""
     length = norm(delta)
@@ -52,6 +102,11 @@ def inspect(
         return _not_finite(delta, fragment)
     if length > LARGEST and (absurd := _absurd(delta, fragment)):
         return absurd
+    return unusual(length, norms, limit=limit)
+
+
+def unusual(length: float, norms: Norms, *, limit: float = LIMIT) -> str | None:
+    """Says why a contribution of this length must not be merged, or None if it may."""
     usual = norms.usual
     if usual is not None and length > limit * usual:
         return (
@@ -59,6 +114,60 @@ def inspect(
             f"more than {limit:g} times that is refused"
         )
     return None
+
+
+def outlier(
+    lengths: Sequence[float], steps: Sequence[float], *, limit: float = LIMIT
+) -> tuple[int, str] | None:
+    """Names the member of a round that is absurdly long beside the others, and says why.
+
+    At the beginning of a run no usual norm is known, so the members are held against each
+    other. More steps make a longer delta, though never more than in proportion: a member
+    must be too long in both ways of counting. Of two nobody can say who is wrong.
+    """
+    if len(lengths) < 3:
+        return None
+    number = max(range(len(lengths)), key=lambda one: lengths[one])
+    for measured in (lengths, [length / n for length, n in zip(lengths, steps, strict=True)]):
+        others = median(value for one, value in enumerate(measured) if one != number)
+        if others == 0 or measured[number] <= limit * others:
+            return None
+    others = median(length for one, length in enumerate(lengths) if one != number)
+    return number, (
+        f"its norm is {lengths[number]:.4g}, that of the round's other members {others:.4g}; "
+        f"more than {limit:g} times that is refused"
+    )
+
+
+def stranger(rows: np.ndarray, *, share: float) -> tuple[int, str] | None:
+    """Names the member of a round whose direction the others do not know, and says why.
+
+    `rows` are values of the members at the same places. Regions that learn from the same
+    weights agree a little, and all about as much; noise, old work and work turned round do
+    not. Three others at least must agree among themselves, clearly above what chance gives.
+    """
+    members, count = rows.shape
+    if share <= 0 or members < 4:
+        return None
+    lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+    directions = rows / np.where(lengths > 0, lengths, 1.0)[:, None]
+    products = directions.astype(np.float64) @ directions.astype(np.float64).T
+    agreements = [_agreement(products, one) for one in range(members)]
+    number = min(range(members), key=lambda one: agreements[one])
+    others = median(value for one, value in enumerate(agreements) if one != number)
+    if others * math.sqrt(count) < CLEAR or agreements[number] >= share * others:
+        return None
+    return number, (
+        f"its direction agrees with the others' by {agreements[number]:.3f}, theirs among each "
+        f"other by {others:.3f}; less than {share:g} times that is refused"
+    )
+
+
+def _agreement(products: np.ndarray, one: int) -> float:
+    """The cosine between one member and the sum of the others."""
+    others = np.arange(len(products)) != one
+    length = math.sqrt(max(float(products[others][:, others].sum()), 0.0))
+    return float(products[one, others].sum()) / length if length else 0.0
 
 
 def _not_finite(delta: np.ndarray, fragment: Fragment) -> str:

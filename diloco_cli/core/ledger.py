@@ -20,10 +20,12 @@ A snapshot says what all records before it amount to, so that they can be left o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from diloco_cli.core.guard import Conduct, Norms
 from diloco_cli.core.rounds import Decision, Receipt, Standing
 
 Record = Mapping[str, Any]
@@ -56,6 +58,8 @@ class Slot:
     """What the newest version was made of."""
     drained: bool = False
     """The newest version was made in a drain round."""
+    norms: Norms = field(default_factory=Norms)
+    """Of the latest accepted contributions."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -69,6 +73,7 @@ class Slot:
         for name in ("waiting", "closing", "sources"):
             setattr(slot, name, {key: Receipt(**it) for key, it in getattr(slot, name).items()})
         slot.decided = {key: Decision(**it) for key, it in record["decided"].items()}
+        slot.norms = Norms(tuple(record["norms"]["recent"]))
         return slot
 
 
@@ -92,6 +97,8 @@ class Ledger:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
     """Contributions refused or returned, by region."""
+    conduct: dict[str, Conduct] = field(default_factory=dict)
+    """What was found in each region's latest contributions."""
     bytes_up: int = 0
     values_up: int = 0
     """Parameters that the accepted frames carried: bytes_up × 8 ÷ this = bits a parameter."""
@@ -109,6 +116,10 @@ class Ledger:
             known=slot.decided.get(region),
             finished=bool(self.finished),
         )
+
+    def quarantined(self) -> set[str]:
+        """Regions whose work is kept out for now."""
+        return {region for region, conduct in self.conduct.items() if conduct.quarantined}
 
     def high(self, region: str) -> int:
         """The largest clock ever decided for a region, so that a new disk starts above it."""
@@ -129,7 +140,7 @@ class Ledger:
 
     def snapshot(self) -> dict[str, Any]:
         """Everything here as plain data, for a record of kind `snapshot`."""
-        return asdict(self)
+        return json.loads(json.dumps(asdict(self)))
 
     def restore(self, record: Record) -> None:
         """Stands where a snapshot stood."""
@@ -139,6 +150,7 @@ class Ledger:
         self.regions = {name: Member(**member) for name, member in record["regions"].items()}
         self.evaluations = [dict(each) for each in record["evaluations"]]
         self.refused = dict(record["refused"])
+        self.conduct = {name: Conduct(**found) for name, found in record["conduct"].items()}
 
     def apply(self, number: int, record: Record) -> None:
         kind = record["kind"]
@@ -163,12 +175,23 @@ def _decided(ledger: Ledger, record: Record) -> None:
     slot.decided[receipt.region] = Decision(
         receipt.clock, receipt.digest, record["fate"], record.get("why", "")
     )
+    _looked_at(ledger, receipt.region, record)
     if record["fate"] == "pending":
+        slot.norms = slot.norms.seen(record.get("norm", 0.0))
         slot.waiting[receipt.region] = receipt
         ledger.bytes_up += receipt.bytes
         ledger.values_up += record.get("values", 0)
     else:
         ledger.refused[receipt.region] = ledger.refused.get(receipt.region, 0) + 1
+
+
+def _looked_at(ledger: Ledger, region: str, record: Record) -> None:
+    fate, known = record["fate"], ledger.conduct.get(region, Conduct())
+    if record.get("sound") or (fate == "pending" and known.quarantined):
+        ledger.conduct[region] = known.found(None)
+    elif fate == "refused":
+        ledger.conduct[region] = known.found(record.get("why", ""))
+    # What is accepted may still be found unfit beside the others of its round.
 
 
 def _closed(ledger: Ledger, record: Record) -> None:
@@ -183,6 +206,8 @@ def _dropped(ledger: Ledger, record: Record) -> None:
     receipt = slot.closing.pop(region)
     slot.decided[region] = Decision(receipt.clock, receipt.digest, record["fate"], record["why"])
     ledger.refused[region] = ledger.refused.get(region, 0) + 1
+    if record.get("alone"):
+        ledger.conduct[region] = ledger.conduct.get(region, Conduct()).found(record["why"])
     if not slot.closing:
         slot.phase = "idle"
 
@@ -193,6 +218,7 @@ def _published(ledger: Ledger, record: Record) -> None:
         slot.merged[region] = receipt.digest
         slot.decided[region] = Decision(receipt.clock, receipt.digest, "merged")
         slot.applied[region] = slot.applied.get(region, 0.0) + receipt.tokens
+        ledger.conduct[region] = ledger.conduct.get(region, Conduct()).found(None)
     slot.sources, slot.drained, slot.closing = slot.closing, slot.drain, {}
     slot.version, slot.phase = record["version"], "idle"
     slot.published, slot.state = record["published"], record.get("state", "")

@@ -60,7 +60,8 @@ class BulkTransport(SyncHttpxTransport):
             raise httpx.ReadError(str(error), request=request) from error
         except PyreqwestError as error:
             raise _translated(error, request) from error
-        response.stream = _Stream(cast(httpx.SyncByteStream, response.stream), request)
+        source = cast(httpx.SyncByteStream, response.stream)
+        response.stream = _Stream(source, request, _length(request, response))
         return response
 
     def close(self) -> None:
@@ -72,18 +73,35 @@ class BulkTransport(SyncHttpxTransport):
 class _Stream(httpx.SyncByteStream):
     """A body whose failures are httpx errors."""
 
-    def __init__(self, source: httpx.SyncByteStream, request: httpx.Request) -> None:
+    def __init__(
+        self, source: httpx.SyncByteStream, request: httpx.Request, length: int | None
+    ) -> None:
         self._source = source
         self._request = request
+        self._length = length
 
     def __iter__(self) -> Iterator[bytes]:
+        found = 0
         try:
-            yield from self._source
+            for piece in self._source:
+                found += len(piece)
+                yield piece
         except PyreqwestError as error:
             raise _translated(error, self._request) from error
+        # A stream that a server gives up with a goodbye ends here like one that is complete.
+        if self._length is not None and found < self._length:
+            said = f"{found} of {self._length} bytes arrived"
+            raise httpx.ReadError(said, request=self._request)
 
     def close(self) -> None:
         self._source.close()
+
+
+def _length(request: httpx.Request, response: httpx.Response) -> int | None:
+    """How long the body is said to be, where there is one."""
+    said = response.headers.get("content-length", "")
+    bare = response.status_code in (204, 304) or request.method == "HEAD"
+    return None if bare or not said.isdecimal() else int(said)
 
 
 def _was_connected(error: httpx.ConnectError) -> bool:

@@ -212,7 +212,10 @@ class Server:
         return self.fetch(path, receive, most=most_bytes(size))
 
     def chain(self, fragment: int, version: int, since: int) -> list[Frame] | None:
-        """Fetches the deltas that lead from `since` to `version`; None when they are gone."""
+        """Fetches the deltas that lead from `since` to `version`.
+
+        None when they are gone, or have more bytes than the whole version.
+        """
         size = self._size(fragment)
 
         def receive(data: memoryview) -> list[Frame]:
@@ -239,19 +242,31 @@ class Server:
         """
         size = 4 * sum((self._about or self.run()).fragments)
         draft = out.with_name(out.name + ".draft")
+        headers = self.headers()
 
         def receive(response: httpx.Response) -> dict[str, str]:
-            with draft.open("wb") as file:
-                for piece in response.iter_raw():
-                    file.write(piece)
-            return _metadata(draft)
+            again = response.status_code == 206
+            with draft.open("ab" if again else "wb") as file:
+                try:
+                    for piece in response.iter_raw():
+                        file.write(piece)
+                finally:
+                    # The next try, should there be one, goes on here; if the weights are
+                    # others by then, the server sends them from their beginning.
+                    if etag := response.headers.get("etag", ""):
+                        headers.update({"range": f"bytes={file.tell()}-", "if-range": etag})
+            try:
+                return _metadata(draft)
+            except WireError:
+                headers.pop("range", None)
+                raise
 
         try:
             metadata = self._freight.lane(0).call(
                 "GET",
                 messages.weights_path(version),
                 receive,
-                headers=self.headers(),
+                headers=headers,
                 seconds=self.down.seconds(size),
             )
             draft.replace(out)

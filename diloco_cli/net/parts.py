@@ -269,10 +269,11 @@ class Upload:
 
 
 def missing(have: tuple[Range, ...], size: int) -> list[Range]:
-    """The ranges of `size` bytes that are not there."""
+    """The ranges of `size` bytes that are not there, whatever a server says about others."""
     gaps, at = [], 0
-    for start, stop in (*sorted(have), (size, size)):
-        if start > at:
+    sound = sorted((start, stop) for start, stop in have if start < stop)
+    for start, stop in (*sound, (size, size)):
+        if at < min(start, size):
             gaps.append((at, min(start, size)))
         at = max(at, stop)
     return gaps

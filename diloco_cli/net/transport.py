@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import httpx
+from h2.exceptions import H2Error
 
 from diloco_cli.errors import DilocoError, LinkError, SpecError, WireError
 from diloco_cli.net.gauge import Bucket
@@ -206,13 +207,18 @@ class Link:
         allowed: float,
     ) -> Iterator[httpx.Response]:
         timeout = httpx.Timeout(allowed, connect=min(allowed, self.timeouts.connect))
-        with (
-            self._pieces(body) as (pieces, length),
-            self._client.stream(
-                method, path, content=pieces, headers={**headers, **length}, timeout=timeout
-            ) as response,
-        ):
-            yield response
+        try:
+            with (
+                self._pieces(body) as (pieces, length),
+                self._client.stream(
+                    method, path, content=pieces, headers={**headers, **length}, timeout=timeout
+                ) as response,
+            ):
+                yield response
+        except H2Error as error:
+            # After a goodbye (GOAWAY) httpx's own HTTP/2 takes whatever still comes for a
+            # fault, and lets the library underneath say so.
+            raise httpx.RemoteProtocolError(str(error) or repr(error)) from error
 
     @contextmanager
     def _pieces(self, body: bytes | Path | None) -> Iterator[tuple[Content, dict[str, str]]]:

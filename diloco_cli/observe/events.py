@@ -64,6 +64,7 @@ KINDS: Mapping[str, Kind] = {
         "a contribution was unfit and its work is dropped",
         ("region", "fragment", "version", "base", "clock", "digest", "tokens", "why"),
     ),
+    "quarantined": Kind("a region's work is kept out until it is sound again", ("region", "why")),
     "foreign": Kind(
         "a contribution came from an older copy of its region",
         ("region", "fragment", "version", "base", "clock", "digest", "why"),

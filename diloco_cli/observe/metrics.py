@@ -152,6 +152,8 @@ _REGION = (
     ("region_last_merged_seconds", "last_merged_seconds", "Since the region was last merged"),
     ("region_restarts", "restarts", "Trainer restarts"),
     ("region_refused", "refused", "Contributions refused"),
+    ("region_quarantined", "quarantined", "1 while the region's work is kept out"),
+    ("region_mended", "mended", "Copies of published weights replaced for having other bits"),
 )
 
 STATES = ("waiting", "training", "finished", "stopped")

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -19,8 +20,18 @@ from diloco_cli.server.api import CALLS, Call
 from diloco_cli.server.coordinator import Coordinator, other_wire
 from diloco_cli.server.denied import HEADERS, Denied
 from diloco_cli.server.durable import DiskFull, ReadOnly
+from diloco_cli.server.receiving import Incoming
 from diloco_cli.server.routes import Routes
 from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, WIRE_VERSION
+
+
+class Whole(IntegerConvertor):
+    """A number in a path; Python refuses to read one of thousands of digits."""
+
+    regex = "[0-9]{1,18}"
+
+
+register_url_convertor("int", Whole())
 
 
 def make_app(coordinator: Coordinator, *, events: Path, url: Callable[[], str]) -> Guarded:
@@ -89,11 +100,14 @@ class Guarded:
         if scope["type"] != "http":
             return
         self.under_way += 1
+        incoming = Incoming(receive)
         try:
             if self.state.closed:
-                await answer_error(closing())(scope, receive, send)
+                await answer_error(closing())(scope, incoming, send)
             else:
-                await self.app(scope, receive, send)
+                await self.app(scope, incoming, send)
+            if scope["method"] in ("PUT", "POST"):
+                await incoming.linger()
         finally:
             self.under_way -= 1
 

@@ -39,6 +39,7 @@ class Conductor:
         self._merges: dict[int, asyncio.Task[None]] = {}
         self._thread = ThreadPoolExecutor(1, "merge")
         self._compacting = False
+        self._turn = asyncio.Lock()
 
     async def run(self) -> None:
         """Ticks whenever something happened, or a moment came that may change an answer."""
@@ -160,7 +161,7 @@ class Conductor:
         members, drain = list(verdict.members), bool(state.ledger.end)
         about = {"fragment": fragment, "version": slot.version, "members": members, "drain": drain}
         state.record("closed", **about)
-        weights = [_weight(state, receipt) for receipt in slot.closing.values()]
+        weights = [state.recipe.weight(receipt) for receipt in slot.closing.values()]
         state.note("closed", **about, weights=weights, why=verdict.why)
         state.rounds[fragment] = Round()
         reach("round.closed")
@@ -200,20 +201,30 @@ class Conductor:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _publish(self, fragment: int, receipts: tuple[Receipt, ...]) -> None:
-        state, slot = self.state, self.state.ledger.slots[fragment]
-        recipe, store, began = state.recipe, state.store, state.clock()
-        about, old = recipe.layout.fragments[fragment], state.weights.newest[fragment]
+        state, store = self.state, self.state.store
         await state.commit.durable()
-        result = await self._in_thread(
-            lambda: next_version(recipe, store, old, about, receipts, drain=slot.drain)
-        )
+        # In turns, so that no more than one version is in memory that is not published yet.
+        async with self._turn:
+            began = state.clock()
+            result = await self._compute(fragment, receipts)
+            if not isinstance(result, Spoiled):
+                reach("merge.done")
+                await self._install(fragment, *result, began=began)
         if isinstance(result, Spoiled):
             dropped = self._drop(fragment, result)
             await state.commit.durable()
             await self._in_thread(lambda: store.drop_payloads(dropped))
             return
-        reach("merge.done")
-        version, delta = result
+        number = result[0].number
+        await state.commit.durable()
+        reach("version.published")
+        await self._tidy(fragment, number, receipts)
+
+    async def _install(
+        self, fragment: int, version: Version, delta: bytes, *, began: Seconds
+    ) -> None:
+        """Makes a version durable, records it, and makes it the newest."""
+        state, store = self.state, self.state.store
         digest = await self._in_thread(
             lambda: store.publish(fragment, version.number, version.state, delta)
         )
@@ -234,9 +245,6 @@ class Conductor:
         self._note_published(fragment, version, len(delta), now - began)
         state.wake.set()
         reach("version.recorded")
-        await state.commit.durable()
-        reach("version.published")
-        await self._tidy(fragment, version.number, receipts)
 
     async def _tidy(self, fragment: int, version: int, receipts: tuple[Receipt, ...]) -> None:
         """Puts away what the new version was made of, and what nobody needs any more.
@@ -256,6 +264,19 @@ class Conductor:
             finally:
                 self._compacting = False
 
+    async def _compute(
+        self, fragment: int, receipts: tuple[Receipt, ...]
+    ) -> tuple[Version, bytes] | Spoiled:
+        # Apart from publishing: whoever waits for the disk must not hold the old version.
+        state, slot = self.state, self.state.ledger.slots[fragment]
+        recipe, store = state.recipe, state.store
+        about, old = recipe.layout.fragments[fragment], state.weights.newest[fragment]
+        known = {each.digest: state.squares.pop(each.digest, None) for each in receipts}
+        drain = slot.drain
+        return await self._in_thread(
+            lambda: next_version(recipe, store, old, about, receipts, drain=drain, squares=known)
+        )
+
     def _drop(self, fragment: int, spoiled: Spoiled) -> list[str]:
         """Takes members out of a round; says whose payloads nobody needs any more."""
         state, slot = self.state, self.state.ledger.slots[fragment]
@@ -264,7 +285,10 @@ class Conductor:
             receipt = slot.closing[region]
             dropped.append(receipt.digest)
             fate, why = spoiled.fate, spoiled.why
-            state.record("dropped", fragment=fragment, region=region, fate=fate, why=why)
+            about = {"fragment": fragment, "region": region, "fate": fate, "why": why}
+            # A round that nobody can merge is nobody's fault in particular.
+            alone = fate == "refused" and len(spoiled.regions) == 1
+            state.record("dropped", **about, alone=alone)
             what = {"region": region, "fragment": fragment, "version": slot.version}
             state.note(fate, **what, base=receipt.base, clock=receipt.clock, why=why)
             state.presences.undrain(region)
@@ -322,7 +346,3 @@ class Conductor:
         if any(now >= limit for limit in limits) and not self._merges:
             self.done.set()
         return limits
-
-
-def _weight(state: State, receipt: Receipt) -> float:
-    return state.recipe.weight(receipt.tokens, receipt.steps)

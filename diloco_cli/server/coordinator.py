@@ -97,7 +97,21 @@ class Coordinator(Conductor):
             stop=bool(state.stopping) and state.everyone,
             evaluate=region == self.evaluator(),
             lease_seconds=state.spec.server.lease,
+            mend=self._differing(region),
         )
+
+    def _differing(self, region: str) -> dict[int, str]:
+        """What a region says it holds of the newest versions and is not what was published."""
+        presence = self.state.presences.all.get(region)
+        held = presence.said.images if presence and presence.said else {}
+        newest = dict(enumerate(self.state.weights.newest))
+        return {
+            fragment: one.digest
+            for fragment, one in held.items()
+            if fragment in newest
+            and one.version == newest[fragment].number
+            and one.digest != newest[fragment].digest
+        }
 
     async def wait_news(self, region: str, *, epoch: int, after: int, wait: Seconds) -> News | None:
         """Answers as soon as something happened after record `after`; None if nothing does."""
@@ -150,23 +164,32 @@ class Coordinator(Conductor):
             epoch=epoch,
             alpha=state.sync.alpha,
             staleness=state.sync.staleness,
-            unfit=unfit,
+            unfit=unfit or self._kept_out(region),
         )
         about = {"receipt": receipt.as_record(), "totals": dict(totals or {})}
         if isinstance(answer, Accept):
             size = state.recipe.sizes[fragment]
-            state.record("decided", **about, fate="pending", why=answer.why, values=size)
-            state.norms[fragment] = state.norms[fragment].seen(norm)
+            state.record("decided", **about, fate="pending", why=answer.why, values=size, norm=norm)
             self._arrived(fragment, region)
             state.room_again("upload")
         elif isinstance(answer, Refused):
-            state.record("decided", **about, fate="refused", why=answer.why)
+            before = state.ledger.quarantined()
+            sound = unfit is None
+            state.record("decided", **about, fate="refused", why=answer.why, sound=sound)
+            if region in state.ledger.quarantined() - before:
+                state.note("quarantined", region=region, why=state.ledger.conduct[region].why)
+                state.wake.set()  # Nobody waits for it any more.
         elif isinstance(answer, Returned) and answer.sticky:
             state.record("decided", **about, fate="returned", why=answer.why)
         self._note_answer(receipt, answer)
         await state.commit.durable()
         reach("reply.ready")
         return answer
+
+    def _kept_out(self, region: str) -> str | None:
+        """Says why even sound work of a region is not merged, or None if it is."""
+        conduct = self.state.ledger.conduct.get(region)
+        return conduct.found(None).why or None if conduct else None
 
     def check_epoch(self, region: str, epoch: int) -> None:
         """Raises unless this epoch speaks for the region now."""

@@ -15,10 +15,12 @@ from diloco_cli.server.durable import disk_errors
 class Draft:
     """A payload on its way in: written as it arrives, visible only once it is kept."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, again: bool = False) -> None:
+        """With `again` it goes on with what may be there."""
         self.path, self.size = path, 0
+        new = 0 if again else os.O_EXCL
         with disk_errors(path):
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | new, 0o600)
 
     def write(self, data: bytes | memoryview) -> None:
         with disk_errors(self.path):

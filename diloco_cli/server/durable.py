@@ -76,6 +76,18 @@ def make_folder(path: Path) -> None:
         sync_folder(path.parent)
 
 
+def keep_names(folder: Path) -> None:
+    """Makes the names of a folder and of all below durable, and its own.
+
+    A server that was killed between making a name visible and flushing it leaves names
+    behind that the next one sees, relies on, and would lose with the power.
+    """
+    below = (path for path in folder.rglob("*") if path.is_dir())
+    for path in (folder.parent, folder, *below):
+        with disk_errors(path):
+            sync_folder(path)
+
+
 def remove_drafts(folder: Path) -> None:
     """Removes what a crash left half written, here and in the folders below."""
     for pattern in ("*.draft", ".tmp*"):  # The second is how safetensors names its own drafts.

@@ -11,14 +11,17 @@ so memory does not grow with the number of regions that send at once.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
+import numpy as np
+
 from diloco_cli.core import rounds
-from diloco_cli.core.fragments import Fragment, norm
-from diloco_cli.core.guard import Norms, inspect
+from diloco_cli.core.fragments import Fragment
+from diloco_cli.core.guard import LARGEST, Norms, inspect, unusual
 from diloco_cli.core.rounds import Accept, Receipt
 from diloco_cli.errors import WireError
 from diloco_cli.server.coordinator import Coordinator
@@ -28,6 +31,7 @@ from diloco_cli.server.receiving import AGAIN, batches, too_large
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import Draft
 from diloco_cli.wire.codec import NotFinite
+from diloco_cli.wire.fold import edges_of
 from diloco_cli.wire.frame import Frame, most_bytes, open_frame
 
 MOST_UPLOADS = 64
@@ -36,9 +40,9 @@ MOST_UPLOADS = 64
 SILENCE_SECONDS = 60.0
 """An upload that sends nothing for so long is given up."""
 
-GENEROSITY = 64
+GENEROSITY = 8
 """Times the tokens of a step in the server's spec that a region may claim: it may train
-with larger batches than the server knows of, but not outvote everybody by a claim."""
+with larger batches than the server knows of. In a round they count no more than those."""
 
 
 class Intake:
@@ -158,21 +162,25 @@ class Intake:
         receipt, totals = _receipt(address, frame), dict(frame.header.totals)
         async with self._alone(receipt.digest):
             try:
-                unfit, length = None, 0.0
+                unfit, squares = None, None
                 # If it would not be accepted, nothing comes between this look and the decision:
                 # what stood in its way may be gone soon, and nothing is accepted unseen.
                 if self._would_accept(receipt, address.epoch):
-                    norms = state.norms[fragment.number]
-                    unfit, length = await loop.run_in_executor(
+                    norms = state.ledger.slots[fragment.number].norms
+                    unfit, squares = await loop.run_in_executor(
                         self._checks, examine, frame, fragment, norms, state.recipe
                     )
                     if unfit is None:
                         await asyncio.to_thread(state.store.keep_payload, receipt.digest, draft)
+                length = math.sqrt(float(squares.sum())) if squares is not None else 0.0
+                if squares is not None and unfit is None:
+                    state.squares[receipt.digest] = squares
                 return await self._coordinator.submit(
                     receipt, epoch=address.epoch, unfit=unfit, norm=length, totals=totals
                 )
             finally:
                 if not self._coordinator.wanted(receipt.digest):
+                    state.squares.pop(receipt.digest, None)
                     await asyncio.to_thread(state.store.drop_payloads, [receipt.digest])
 
     @asynccontextmanager
@@ -246,17 +254,24 @@ def misaddressed(frame: Frame, address: Address, recipe: Recipe, run: str) -> st
 
 def examine(
     frame: Frame, fragment: Fragment, norms: Norms, recipe: Recipe
-) -> tuple[str | None, float]:
-    """Decodes a contribution once: says why it must not be merged, or None, and its norm."""
+) -> tuple[str | None, np.ndarray | None]:
+    """Decodes a contribution: says why it must not be merged, or None; and its pieces' squares.
+
+    Where it goes without, the values are not even laid out.
+    """
     if why := _dishonest(frame, recipe):
-        return why, 0.0
+        return why, None
+    limit = recipe.spec.server.guard.norm
     try:
-        values = frame.values()
+        squares = frame.squares(edges_of(fragment))
+        length = math.sqrt(float(squares.sum()))
+        if not length <= LARGEST:  # One of its values may be as large: it gets a closer look.
+            return inspect(frame.values(), fragment, norms, limit=limit), squares
     except NotFinite as error:
-        return f"{_tensor_at(fragment, error.index)} has the value {error.value}", 0.0
+        return f"{_tensor_at(fragment, error.index)} has the value {error.value}", None
     except WireError as error:
-        return error.message, 0.0
-    return inspect(values, fragment, norms), norm(values)
+        return error.message, None
+    return unusual(length, norms, limit=limit), squares
 
 
 def _dishonest(frame: Frame, recipe: Recipe) -> str | None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Condition
 from typing import Any
 
-from diloco_cli.disk import sync_folder
 from diloco_cli.errors import StoreError
 from diloco_cli.failpoints import reach
 from diloco_cli.server import chain
@@ -64,20 +63,18 @@ class Journal:
     @classmethod
     def open(cls, path: Path, *, notice: Notice = to_stderr) -> tuple[Journal, list[dict]]:
         """Opens a journal and gives its records, `base` + 1 first; cuts a torn tail."""
-        found, size = _read(path)
-        last, stop = found.last, found.stop
-        journal = cls(path, found.run, last, stop, found.base)
+        found, data = _read(path)
+        last, stop, size = found.last, found.stop, len(data)
         if stop < size:
             notice(
                 f"{path}: cut {size - stop} bytes after record {last.number}, at byte {stop}: "
                 f"a write that a crash interrupted before anyone was told of it"
             )
-        with disk_errors(path):
-            os.ftruncate(journal._handle, stop)
-            # Also what a killed server wrote and never flushed: it is about to be relied on.
-            os.fsync(journal._handle)
-            sync_folder(path.parent)
-        return journal, found.records
+        # What the last server wrote and could not flush is about to be relied on. It goes into
+        # a new file: after a flush that failed, the kernel takes pages for written that never
+        # reached the disk, and another flush of the old file would only seem to succeed.
+        keep_bytes(path, data[:stop])
+        return cls(path, found.run, last, stop, found.base), found.records
 
     @property
     def last(self) -> int:
@@ -204,9 +201,9 @@ class Journal:
             raise StoreError(self._dead, hint="Check the disk, then start the server again.")
 
 
-def _read(path: Path) -> tuple[Content, int]:
+def _read(path: Path) -> tuple[Content, bytes]:
     if not path.exists():
         raise StoreError(f"{path} is missing.", hint=chain.RESTORE)
     with disk_errors(path):
         data = path.read_bytes()
-    return chain.read(path, data), len(data)
+    return chain.read(path, data), data

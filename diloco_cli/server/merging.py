@@ -1,7 +1,10 @@
 """A closed round becomes the next version.
 
-    payloads ──decode, one at a time──▶ merge ──▶ outer step ──▶ theta, momentum
+    payloads, mapped ──decode, chunk by chunk──▶ merge ──▶ outer step ──▶ theta, momentum
     theta − published ──codec──▶ delta frame;   published + decode(delta) ──▶ published
+
+`wire/fuse.py` does the arithmetic, on all cores; here is who takes part and what becomes
+of those who cannot.
 
 Regions only ever hold `published`, so what the codec loses on the way down stays in
 `theta − published` and travels with the next version. The result depends on the old
@@ -12,20 +15,23 @@ again. Nothing that is not finite leaves this module.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from diloco_cli.core.fragments import Fragment, norm, spans
-from diloco_cli.core.outer import outer_step
+from diloco_cli.core.fragments import Fragment
+from diloco_cli.core.guard import outlier, stranger
 from diloco_cli.core.rounds import Receipt
-from diloco_cli.errors import WireError
+from diloco_cli.errors import DilocoError, WireError
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import FragmentState, PayloadLost, Store
+from diloco_cli.wire.chunks import CHUNK, span_of, spread
 from diloco_cli.wire.codec import NotFinite, codecs
-from diloco_cli.wire.frame import Header, open_frame, pack, vector_digest
+from diloco_cli.wire.fold import edges_of
+from diloco_cli.wire.frame import Frame, Header, open_frame, seal
+from diloco_cli.wire.fuse import Diverged, MemberUnfit, Method, fuse
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,10 @@ class Spoiled:
     why: str
 
 
+SAMPLE = 1 << 17
+"""Values on which members' directions are compared: chance agrees by 0.003."""
+
+
 class _Unusable(Exception):
     def __init__(self, spoiled: Spoiled) -> None:
         self.spoiled = spoiled
@@ -62,66 +72,108 @@ def next_version(
     receipts: Sequence[Receipt],
     *,
     drain: bool,
+    squares: Mapping[str, np.ndarray | None] | None = None,
 ) -> tuple[Version, bytes] | Spoiled:
-    """Computes the next version and its delta frame, or says who must leave the round first."""
+    """Computes the next version and its delta frame, or says who must leave the round first.
+
+    `squares` may hold what was found out about a payload's pieces when it came in.
+    """
     receipts = sorted(receipts, key=lambda receipt: receipt.region)
     regions = tuple(receipt.region for receipt in receipts)
-    members = _decoded(recipe, store, fragment, receipts)
+    method = Method(
+        recipe.merge,
+        recipe.outer,
+        codecs.build(recipe.spec.wire.down),
+        level=recipe.spec.wire.zstd,
+        drain=drain,
+    )
+    state = old.state
+    before = (state.theta, state.momentum, state.published)
     try:
-        # Overflow is looked for below, where it can be named.
-        with np.errstate(over="ignore", invalid="ignore"):
-            theta, momentum = outer_step(
-                fragment,
-                recipe.merge,
-                recipe.outer,
-                old.state.theta,
-                old.state.momentum,
-                members,
-                drain=drain,
-            )
-            if not (math.isfinite(norm(theta)) and math.isfinite(norm(momentum))):
-                return Spoiled(regions, "refused", "merged, it makes weights that are not finite")
-            change = theta - old.state.published
-            published = _received(recipe, old.state.published, change)
-        if not math.isfinite(norm(published)):
-            return Spoiled(regions, "refused", "merged, it makes weights that are not finite")
+        members = _opened(recipe, store, fragment, receipts)
+        known = _lengths_known(recipe, fragment, receipts, members, squares or {})
+        made = fuse(method, fragment, members, before, known)
     except _Unusable as error:
         return error.spoiled
+    except MemberUnfit as error:
+        return _unfit(receipts[error.number], error.error)
+    except Diverged as error:
+        return Spoiled(regions, "refused", str(error))
     except NotFinite as error:
         return Spoiled(regions, "refused", f"merged, it cannot be published: {error.message}")
     merged = {**old.merged, **{receipt.region: receipt.digest for receipt in receipts}}
-    digest = vector_digest(published)
-    state = FragmentState(theta, momentum, published)
-    version = Version(old.number + 1, state, digest, merged, regions)
-    header = frame_header(recipe, store.run, "delta", fragment, version)
-    return version, pack(header, change, level=recipe.spec.wire.zstd)
+    state = FragmentState(made.theta, made.momentum, made.published)
+    version = Version(old.number + 1, state, made.digest, merged, regions)
+    return version, seal(frame_header(recipe, store.run, "delta", fragment, version), made.chunks)
 
 
-def _decoded(
+def _opened(
     recipe: Recipe, store: Store, fragment: Fragment, receipts: Sequence[Receipt]
-) -> Iterator[tuple[float, np.ndarray]]:
-    """Yields (weight, delta) of one member after another."""
-    for receipt in receipts:
+) -> list[tuple[float, Frame]]:
+    """Gives each member's weight and frame; the frames' numbers stay where they are."""
+
+    def one(number: int) -> tuple[float, Frame]:
+        receipt = receipts[number]
         try:
             frame = open_frame(store.payload(receipt.digest), size=fragment.size)
             if frame.digest != receipt.digest:
                 raise WireError(f"the payload is frame {frame.digest[:12]}")
-            yield recipe.weight(receipt.tokens, receipt.steps), frame.values()
-        except (NotFinite, ValueError) as error:
-            raise _Unusable(Spoiled((receipt.region,), "refused", str(error))) from error
-        except (PayloadLost, WireError) as error:
-            why = f"the server could not read it again: {error.message}"
-            raise _Unusable(Spoiled((receipt.region,), "returned", why)) from error
+            return recipe.weight(receipt), frame
+        except (PayloadLost, WireError, ValueError) as error:
+            raise _Unusable(_unfit(receipt, error)) from error
+
+    return list(spread(one, len(receipts)))
 
 
-def _received(recipe: Recipe, published: np.ndarray, change: np.ndarray) -> np.ndarray:
-    """What regions hold after adding the decoded change, in the chunks of the frame."""
-    codec = codecs.build(recipe.spec.wire.down)
-    result = np.empty_like(published)
-    for span in spans(change.size):
-        part = change[span]
-        result[span] = published[span] + codec.decode(codec.encode(part), part.size)
-    return result
+def _lengths_known(
+    recipe: Recipe,
+    fragment: Fragment,
+    receipts: Sequence[Receipt],
+    members: Sequence[tuple[float, Frame]],
+    known: Mapping[str, np.ndarray | None],
+) -> list[np.ndarray]:
+    """The squares of each member's pieces; raises for a member too long to be honest."""
+    edges, found = edges_of(fragment), []
+    for receipt, (_, frame) in zip(receipts, members, strict=True):
+        squares = known.get(receipt.digest)
+        try:
+            found.append(frame.squares(edges) if squares is None else squares)
+        except WireError as error:
+            raise _Unusable(_unfit(receipt, error)) from error
+    lengths = [math.sqrt(float(squares.sum())) for squares in found]
+    steps = [min(receipt.steps, recipe.steps_cap) for receipt in receipts]
+    guard = recipe.spec.server.guard
+    odd = outlier(lengths, steps, limit=guard.norm)
+    if odd is None and guard.agreement > 0 and len(members) > 3:
+        odd = stranger(_sample([frame for _, frame in members]), share=guard.agreement)
+    if odd:
+        number, why = odd
+        raise _Unusable(Spoiled((receipts[number].region,), "refused", why))
+    return found
+
+
+def _sample(frames: Sequence[Frame]) -> np.ndarray:
+    """Values of every member at the same places: the beginning of one chunk.
+
+    Which chunk follows from the frames themselves, so that nobody knows it beforehand.
+    """
+    size = frames[0].header.size
+    place = int(frames[-1].digest[:8], 16) % -(-size // CHUNK)
+    span = span_of(place, size)
+    values = np.empty(span.stop - span.start, np.float32)
+    rows = np.empty((len(frames), min(values.size, SAMPLE)), np.float32)
+    for number, frame in enumerate(frames):
+        frame.read(place, values)
+        rows[number] = values[: rows.shape[1]]
+    return rows
+
+
+def _unfit(receipt: Receipt, error: Exception) -> Spoiled:
+    """What cannot be read again may be sent again; what was sound and is no number may not."""
+    if isinstance(error, NotFinite) or not isinstance(error, DilocoError):
+        return Spoiled((receipt.region,), "refused", str(error))
+    why = f"the server could not read it again: {error.message}"
+    return Spoiled((receipt.region,), "returned", why)
 
 
 def frame_header(

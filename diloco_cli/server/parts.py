@@ -6,8 +6,8 @@
 
 A region has one draft for each fragment at most, never longer than the fragment's longest
 frame, so what the server keeps is bounded by the model and the regions. A part that is
-sent again changes nothing. Drafts end with the decision, with a newer frame, and with
-the server: after a restart a region is told that nothing is there and sends it again.
+sent again changes nothing. Drafts end with the decision, with a newer frame, or when a day
+brought no more of them; they outlive the server (`shelf`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 from diloco_cli.server.denied import Denied
 from diloco_cli.server.receiving import AGAIN, Batch
+from diloco_cli.server.shelf import Address, Kept, Range, Shelf, forgotten
 from diloco_cli.server.store import Draft, Store
 from diloco_cli.wire.messages import check_value
 
@@ -28,18 +29,7 @@ READ_BYTES = 1 << 20
 MOST_RANGES = 4096
 """Ranges apart from each other; nobody who means it leaves so many gaps."""
 
-Range = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Address:
-    """What the URL and the headers say a contribution is."""
-
-    fragment: int
-    region: str
-    base: int
-    clock: int
-    epoch: int
+__all__ = ["Address", "Part", "Parts", "Range"]
 
 
 @dataclass(frozen=True)
@@ -62,12 +52,13 @@ class Gathering:
     address: Address
     frame: str
     size: int
-    draft: Draft
+    draft: Kept
     have: list[Range] = field(default_factory=list)
     writers: dict[int, object] = field(default_factory=dict)
     """Who writes at each start; a part that is sent again takes over from the one before."""
     writing: int = 0
     over: bool = False
+    noting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def is_of(self, address: Address, frame: str) -> bool:
         mine = (self.address.base, self.address.clock, self.frame)
@@ -98,8 +89,15 @@ class Parts:
     """The frames that are on their way in parts, at most one per region and fragment."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._shelf = Shelf(store)
         self._gathering: dict[tuple[str, int], Gathering] = {}
+        for listed, draft in self._shelf.load():
+            key, had = (listed.region, listed.fragment), self._gathering
+            if older := had.get(key):
+                older.draft.discard()
+            had[key] = Gathering(
+                listed.address, listed.frame, listed.size, draft, list(listed.have)
+            )
 
     def have(self, address: Address, frame: str) -> list[Range]:
         """The ranges of this frame that are there."""
@@ -116,19 +114,11 @@ class Parts:
             raise _conflict(f"Bytes {part.start}-{part.stop - 1} overlap what is there.", gathering)
         token = gathering.writers[part.start] = object()
         try:
-            found = await self._write(gathering, part, body, token)
+            await self._write(gathering, part, body, token)
         finally:
             if gathering.writers.get(part.start) is token:
                 del gathering.writers[part.start]
-        if found != part.digest:
-            raise Denied(
-                "damaged",
-                f"The part of {part.stop - part.start} bytes has the digest {found}, "
-                f"its sender says {part.digest}.",
-                AGAIN,
-            )
-        if not gathering.touches(part):
-            gathering.add(part)
+            await self._drop_if_empty(gathering, part)
         return list(gathering.have)
 
     async def collect(self, address: Address, frame: str) -> Draft | None:
@@ -155,7 +145,8 @@ class Parts:
             mine = (found.address.epoch, found.address.clock)
             if mine > (address.epoch, address.clock):
                 raise _conflict(f"Frame {found.address.clock} is on its way already.", found)
-        draft = self._store.draft_payload(part.size)
+        await self._sweep()
+        draft = self._shelf.begin(address, part.frame, part.size)
         begun = self._gathering[key] = Gathering(address, part.frame, part.size, draft)
         if found:
             await self._discard(found)
@@ -169,6 +160,21 @@ class Parts:
             del self._gathering[key]
             await self._discard(found)
 
+    async def _sweep(self) -> None:
+        """Drops what nobody has gone on with for long."""
+        for key, found in list(self._gathering.items()):
+            if not found.writers and forgotten(found.draft):
+                del self._gathering[key]
+                await self._discard(found)
+
+    async def _drop_if_empty(self, gathering: Gathering, part: Part) -> None:
+        """Keeps nothing of a frame of which no part was good."""
+        key = (gathering.address.region, gathering.address.fragment)
+        idle = not (gathering.have or gathering.writers)
+        if idle and self._gathering.get(key) is gathering:
+            del self._gathering[key]
+            await self._discard(gathering)
+
     async def _discard(self, gathering: Gathering) -> None:
         await self._end(gathering)
         await asyncio.to_thread(gathering.draft.discard)
@@ -181,8 +187,8 @@ class Parts:
 
     async def _write(
         self, gathering: Gathering, part: Part, body: AsyncIterator[Batch], token: object
-    ) -> str:
-        """Writes the body at its place; gives its digest."""
+    ) -> None:
+        """Writes the body at its place and lists it, if it is what its sender says."""
         found, at = 0, part.start
 
         def put(batch: Batch, offset: int, before: int) -> int:
@@ -206,7 +212,29 @@ class Parts:
                 f"{at - part.start} of {part.stop - part.start} bytes arrived.",
                 AGAIN,
             )
-        return check_value(found)
+        if (digest := check_value(found)) != part.digest:
+            raise Denied(
+                "damaged",
+                f"The part of {part.stop - part.start} bytes has the digest {digest}, "
+                f"its sender says {part.digest}.",
+                AGAIN,
+            )
+        if not gathering.touches(part):
+            gathering.add(part)
+        await self._note(gathering)
+
+    async def _note(self, gathering: Gathering) -> None:
+        """Lists what is there, so that the next server knows it."""
+        gathering.writing += 1
+        try:
+            async with gathering.noting:  # Lists that overtook each other would forget parts.
+                if gathering.over:
+                    return
+                about = gathering.address, gathering.frame, gathering.size
+                have = list(gathering.have)
+                await asyncio.to_thread(self._shelf.note, gathering.draft, *about, have)
+        finally:
+            gathering.writing -= 1
 
     async def _compare(self, gathering: Gathering, part: Part, body: AsyncIterator[Batch]) -> None:
         """Takes a part that is there already once more, if it has the same bytes."""

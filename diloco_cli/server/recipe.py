@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from diloco_cli.core.fragments import Layout
 from diloco_cli.core.merge import MergeRule, weight
 from diloco_cli.core.outer import OuterOptimiser
+from diloco_cli.core.rounds import Receipt
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.codec import Codec
 
@@ -26,11 +28,21 @@ class Recipe:
     settings: dict[str, Any]
     """Those settings, for `GET /v1/run`."""
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         return [fragment.size for fragment in self.layout.fragments]
 
-    def weight(self, tokens: float, steps: float) -> float:
-        """Says how much a contribution counts in its round."""
-        sync = self.spec.sync
-        return weight(tokens, steps, steps_cap=float((sync.staleness + 1) * sync.every))
+    @property
+    def steps_cap(self) -> float:
+        """Steps beyond which a contribution counts no more."""
+        return float((self.spec.sync.staleness + 1) * self.spec.sync.every)
+
+    def weight(self, receipt: Receipt) -> float:
+        """Says how much a contribution counts in its round.
+
+        Never for larger batches than this spec gives its region: weight grows with their
+        square, and nobody is to outvote the others by a claim.
+        """
+        inner = self.spec.inner_of(receipt.region)
+        tokens = min(receipt.tokens, receipt.steps * inner.batch * inner.sequence)
+        return weight(tokens, receipt.steps, steps_cap=self.steps_cap)

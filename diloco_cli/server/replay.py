@@ -21,12 +21,12 @@ from typing import Any, cast
 from diloco_cli.core.ledger import Ledger, Slot
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.server.archive import Archive, FragmentState, mapped
 from diloco_cli.server.chain import Content
 from diloco_cli.server.claim import FROM_COPY
 from diloco_cli.server.journal import read_journal
 from diloco_cli.server.merging import Spoiled, Version, next_version
 from diloco_cli.server.recipe import Recipe
-from diloco_cli.server.shelf import FragmentState, Shelf
 from diloco_cli.server.tally import Tally
 
 
@@ -79,9 +79,9 @@ def replay(recipe: Recipe, folder: Path, *, to: int | None = None) -> Replayed:
     path = folder / "journal"
     content = read_journal(path)
     last = _wanted(path, content, to)
-    shelf = Shelf(folder, content.run)
+    archive = Archive(folder, content.run)
     history = _history(recipe, path, content, last)
-    lines = tuple(_replayed(recipe, shelf, f, steps) for f, steps in enumerate(history))
+    lines = tuple(_replayed(recipe, archive, f, steps) for f, steps in enumerate(history))
     return Replayed(content.run, content.base, last, lines)
 
 
@@ -137,26 +137,26 @@ def _compare(path: Path, number: int, record: Any, ledger: Ledger, tally: Tally)
             )
 
 
-def _replayed(recipe: Recipe, shelf: Shelf, fragment: int, steps: list[Step]) -> Line:
-    start = _start(shelf, fragment, steps)
+def _replayed(recipe: Recipe, archive: Archive, fragment: int, steps: list[Step]) -> Line:
+    start = _start(archive, fragment, steps)
     first, newest = steps[start], steps[-1]
-    state = shelf.load_state(fragment, first.version)
+    state = archive.load_state(fragment, first.version)
     _check(fragment, first, state, "stored")
     for step in steps[start + 1 :]:
-        state = _again(recipe, shelf, fragment, step, state)
+        state = _again(recipe, archive, fragment, step, state)
         _check(fragment, step, state, "made again")
-    if newest.version in shelf.versions(fragment):
-        _check(fragment, newest, shelf.load_state(fragment, newest.version), "stored")
+    if newest.version in archive.versions(fragment):
+        _check(fragment, newest, archive.load_state(fragment, newest.version), "stored")
     return Line(fragment, first.version, newest.version, state.digest)
 
 
-def _start(shelf: Shelf, fragment: int, steps: list[Step]) -> int:
+def _start(archive: Archive, fragment: int, steps: list[Step]) -> int:
     """Index of the oldest version from which everything later can be made."""
-    kept, found = set(shelf.versions(fragment)), None
+    kept, found = set(archive.versions(fragment)), None
     for index in range(len(steps) - 1, -1, -1):
         if steps[index].version in kept:
             found = index
-        if not all(path.exists() for path in _members(shelf, fragment, steps[index])):
+        if not all(path.exists() for path in _members(archive, fragment, steps[index])):
             break
     if found is None:
         wanted = steps[-1].version
@@ -168,31 +168,31 @@ def _start(shelf: Shelf, fragment: int, steps: list[Step]) -> int:
     return found
 
 
-def _members(shelf: Shelf, fragment: int, step: Step) -> Iterator[Path]:
-    filed = shelf.members(fragment, step.version)
+def _members(archive: Archive, fragment: int, step: Step) -> Iterator[Path]:
+    filed = archive.members(fragment, step.version)
     for receipt in step.receipts:
         # A server that died right after publishing has not filed them yet.
-        yield filed.get(receipt.digest) or shelf.payload_path(receipt.digest)
+        yield filed.get(receipt.digest) or archive.payload_path(receipt.digest)
 
 
 class _Members:
     """As much of a store as merging needs."""
 
-    def __init__(self, shelf: Shelf, fragment: int, step: Step) -> None:
-        self.run = shelf.run
-        paths = _members(shelf, fragment, step)
+    def __init__(self, archive: Archive, fragment: int, step: Step) -> None:
+        self.run = archive.run
+        paths = _members(archive, fragment, step)
         self._paths = {r.digest: p for r, p in zip(step.receipts, paths, strict=True)}
 
-    def payload(self, digest: str) -> bytes:
-        return self._paths[digest].read_bytes()
+    def payload(self, digest: str) -> memoryview:
+        return mapped(self._paths[digest])
 
 
 def _again(
-    recipe: Recipe, shelf: Shelf, fragment: int, step: Step, state: FragmentState
+    recipe: Recipe, archive: Archive, fragment: int, step: Step, state: FragmentState
 ) -> FragmentState:
     old = Version(step.version - 1, state, "", {}, ())
     about = recipe.layout.fragments[fragment]
-    members = cast(Any, _Members(shelf, fragment, step))
+    members = cast(Any, _Members(archive, fragment, step))
     made = next_version(recipe, members, old, about, step.receipts, drain=step.drain)
     if isinstance(made, Spoiled):
         raise StoreError(

@@ -105,7 +105,9 @@ class Routes:
         size = _number(request, "size")
         if not length or start + length > size:
             raise Denied(
-                "bad-request", f"Bytes {start}-{start + (length or 0) - 1} of {size} are no part."
+                "bad-request",
+                f"Bytes {start}-{start + (length or 0) - 1} of {size} are no part.",
+                "A part says its length, and `size` is that of the whole frame.",
             )
         query = request.query_params
         frame = _digest("frame", query.get("frame", ""))
@@ -160,14 +162,24 @@ class Routes:
     async def version(self, request: Request) -> Response:
         fragment, version = self._fragment(request), request.path_params["version"]
         since = _number(request, "from", -1)
+        weights = self.state.weights
         await self.state.commit.durable()
-        newest = self.state.weights.newest[fragment].number
+        newest = weights.newest[fragment].number
         if version > newest:
             raise Denied("not-found", f"Fragment {fragment} is at version {newest}.", _NEWEST)
         if "from" in request.query_params:
             resource = self.state.weights.chain(fragment, since, version)
+            if resource and (
+                whole := await self.state.weights.shorter(fragment, version, resource)
+            ):
+                raise Denied(
+                    "gone",
+                    f"The deltas from version {since} to {version} have {resource.size} bytes, "
+                    f"the whole fragment has {whole.size}.",
+                    "Fetch it whole.",
+                )
         else:
-            resource = await self.state.weights.whole(fragment, version)
+            resource = await weights.whole(fragment, version)
         if resource is None:
             what = f"Version {version} of fragment {fragment}"
             asked = f"{what} from version {since}" if since >= 0 else what
@@ -193,16 +205,13 @@ class Routes:
                 f"Not every fragment has version {asked} here; the newest are {clock}.",
                 "Leave `version` out for the newest of each fragment.",
             )
-        headers = {
-            "content-length": str(model.size),
+        beside = {
+            # Under this path the newest weights are others tomorrow.
             "cache-control": "no-store",
             "content-disposition": f'attachment; filename="{self.state.spec.name}.safetensors"',
             "diloco-versions": json.dumps(model.versions),
         }
-        media = "application/octet-stream"
-        if request.method == "HEAD":
-            return Response(headers=headers, media_type=media)
-        return StreamingResponse(model.read(), headers=headers, media_type=media)
+        return send(request, model, lambda count: None, beside)
 
     # People
 
@@ -211,7 +220,7 @@ class Routes:
 
     async def events(self, request: Request) -> Response:
         said = request.query_params.get("after") or request.headers.get("last-event-id")
-        after = int(said) if said and said.isascii() and said.isdigit() else None
+        after = int(said) if said and _NUMBER.fullmatch(said) else None
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         stream = tail(self._events, after, self.state)
         return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
@@ -282,7 +291,11 @@ def _header_number(request: Request, key: str) -> int:
 
 def _digest(key: str, text: str) -> str:
     if not _SHA256.fullmatch(text):
-        raise Denied("bad-request", f"`{key}` is {text!r:.80}, it needs a SHA-256 in hexadecimal.")
+        raise Denied(
+            "bad-request",
+            f"`{key}` is {text!r:.80}, it needs a SHA-256 in hexadecimal.",
+            "A frame's digest is its last 32 bytes.",
+        )
     return text
 
 
@@ -301,5 +314,6 @@ def _wait(request: Request) -> float:
         return LONG_POLL_SECONDS
 
 
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NEWEST = "Ask `GET /v1/fragments/{f}` for the newest version and its links."

@@ -1,27 +1,35 @@
-"""Bytes that never change, sent whole or in ranges."""
+"""Bytes that never change under their etag, sent whole or in ranges."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from diloco_cli.server.denied import Denied
-from diloco_cli.server.weights import Resource
+from diloco_cli.server.weights import Model, Resource
 
 FOREVER = "public, max-age=31536000, immutable"
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+# As long as any file; a number of thousands of digits is not worth reading.
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
-def send(request: Request, resource: Resource, sent: Callable[[int], None]) -> Response:
+def send(
+    request: Request,
+    resource: Resource | Model,
+    sent: Callable[[int], None],
+    beside: Mapping[str, str] | None = None,
+) -> Response:
     """Answers with a resource, or the part of it that was asked for, or that it is known.
 
     `sent` is told what leaves, as it does: a client may go before it has everything.
+    `beside` are further headers.
     """
     headers = {"etag": resource.etag, "cache-control": FOREVER, "accept-ranges": "bytes"}
+    headers |= beside or {}
     if resource.etag in _etags(request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers=headers)
     start, stop, status = 0, resource.size, 200
@@ -43,7 +51,7 @@ async def _counted(pieces: Iterator[bytes], sent: Callable[[int], None]) -> Asyn
         yield piece
 
 
-def _asked(request: Request, resource: Resource) -> tuple[int, int] | None:
+def _asked(request: Request, resource: Resource | Model) -> tuple[int, int] | None:
     """The range asked for, as (start, stop); None for everything.
 
     As HTTP wants it, what is not understood (several ranges, other units) is not there.

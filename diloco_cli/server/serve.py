@@ -27,6 +27,7 @@ from diloco_cli.server import durable
 from diloco_cli.server.app import Guarded, make_app
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.listener import Listener, bind, url_of
+from diloco_cli.server.memory import keep_little
 from diloco_cli.server.opening import Initial, open_coordinator
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.status import summary
@@ -41,6 +42,7 @@ def serve(recipe: Recipe, folder: Path, initial: Initial, *, with_parent: bool =
     `initial` makes the weights of version 0 and is called only if the folder has none.
     With a parent, the end of standard input means the same as SIGTERM.
     """
+    keep_little()
     events = EventLog(folder / "events.jsonl", "server")
     try:
         return asyncio.run(_serve(recipe, folder, initial, events, with_parent))

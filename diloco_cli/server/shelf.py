@@ -1,107 +1,137 @@
-"""What is on the server's disk, for whoever only reads: the server, and a replay of it."""
+"""Half-received frames that outlive the server.
+
+    server/parts/REGION.FRAGMENT.DIGEST.bytes   the frame, as far as it is there
+    server/parts/REGION.FRAGMENT.DIGEST.have    which of its bytes are, in JSON
+
+A part is written before it is listed and listed before it is acknowledged, so whatever a
+killed server leaves behind is true. Nothing is flushed for it: after a power cut bytes may
+be missing that are listed, and then the SHA-256 of the frame says so and it travels again.
+Worse than that nothing can happen, since a list decides nothing.
+
+What nobody has gone on with for a day is removed.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import re
+import os
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
+from pydantic import Field
 
-from diloco_cli.errors import StoreError
-from diloco_cli.server.claim import FROM_COPY
+from diloco_cli.disk import draft_of, write_bytes
+from diloco_cli.errors import WireError
+from diloco_cli.server.durable import disk_errors
+from diloco_cli.server.store import Draft, Store
+from diloco_cli.wire.messages import Count, Digest, Request, parse
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+FORGET_SECONDS = 24 * 3600.0
+"""A frame that nobody has added to for so long is given up."""
+
+Range = tuple[int, int]
 
 
-class PayloadLost(StoreError):
-    """An accepted payload cannot be read; its work goes back to the region that sent it."""
+@dataclass(frozen=True)
+class Address:
+    """What the URL and the headers say a contribution is."""
+
+    fragment: int
+    region: str
+    base: int
+    clock: int
+    epoch: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class FragmentState:
-    """One version of a fragment: flat float32 vectors."""
+class Listed(Request):
+    """What a `.have` file says."""
 
-    theta: np.ndarray
-    momentum: np.ndarray
-    published: np.ndarray
+    region: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
+    fragment: Count
+    base: Count
+    clock: Count
+    epoch: Count
+    frame: Digest
+    size: Count
+    have: tuple[tuple[Count, Count], ...]
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of every bit; two states are the same exactly if it is."""
-        summary = hashlib.sha256()
-        for name in ("theta", "momentum", "published"):
-            values = np.ascontiguousarray(getattr(self, name), np.dtype("<f4"))
-            summary.update(f"{name} {values.size}\n".encode())
-            summary.update(values.view(np.uint8).data)
-        return summary.hexdigest()
+    def address(self) -> Address:
+        return Address(self.fragment, self.region, self.base, self.clock, self.epoch)
+
+    @property
+    def sound(self) -> bool:
+        """Whether the ranges are within the frame, in order and apart from each other."""
+        at = -1
+        for start, stop in self.have:
+            if not at < start < stop <= self.size:
+                return False
+            at = stop
+        return True
+
+
+class Kept(Draft):
+    """A frame on the shelf; its list goes where the frame goes."""
+
+    @property
+    def list(self) -> Path:
+        return self.path.with_suffix(".have")
+
+    def discard(self) -> None:
+        super().discard()
+        self.list.unlink(missing_ok=True)
 
 
 class Shelf:
-    """The files of one server folder."""
+    def __init__(self, store: Store) -> None:
+        self._store = store
 
-    def __init__(self, folder: Path, run: str) -> None:
-        self.folder, self.run = folder, run
+    def begin(self, address: Address, frame: str, size: int) -> Kept:
+        """Makes room for a frame; raises DiskFull where there is none."""
+        folder = self._store.parts_folder(size)
+        name = f"{address.region}.{address.fragment}.{frame[:32]}.{address.clock}"
+        return Kept(folder / f"{name}.bytes", again=True)
 
-    def payload(self, digest: str) -> bytes:
-        path = self.payload_path(digest)
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise PayloadLost(
-                f"The payload {path} cannot be read: {error.strerror}.",
-                hint="Its region sends the work again with its next contribution.",
-            ) from error
+    def note(
+        self, draft: Kept, address: Address, frame: str, size: int, have: Sequence[Range]
+    ) -> None:
+        """Lists what is there of a frame, in place of what was listed before."""
+        said = Listed(**vars(address), frame=frame, size=size, have=tuple(have))
+        with disk_errors(draft.list):
+            written = draft_of(draft.list)
+            write_bytes(written, said.body())
+            os.replace(written, draft.list)
 
-    def payloads(self) -> set[str]:
-        """Digests of all payloads here, also of those that no record speaks of."""
-        return {path.stem for path in (self.folder / "payloads").glob("*.frame")}
+    def load(self) -> Iterator[tuple[Listed, Kept]]:
+        """Yields what an earlier server has left, oldest first; removes what is of no use."""
+        found = []
+        for path in sorted(self._store.parts_folder().iterdir()):
+            if path.suffix != ".bytes":
+                if not path.with_suffix(".bytes").exists():
+                    path.unlink(missing_ok=True)
+                continue
+            draft = Kept(path, again=True)
+            if (listed := _read(draft)) is not None:
+                found.append((listed, draft))
+            else:
+                draft.discard()
+        yield from sorted(found, key=lambda each: (each[0].epoch, each[0].clock))
 
-    def members(self, fragment: int, version: int) -> dict[str, Path]:
-        """The contributions that a version was made of, by digest, as far as they are kept."""
-        found = (self.folder / "fragments" / str(fragment)).glob(f"v{version:08d}.*.frame")
-        return {path.name.split(".")[1]: path for path in found}
 
-    def load_state(self, fragment: int, version: int) -> FragmentState:
-        """Reads one version and checks every bit of it."""
-        path = self._file(fragment, version, "state")
-        try:
-            with safe_open(path, framework="np") as file:
-                about = file.metadata() or {}
-                state = FragmentState(*map(file.get_tensor, ("theta", "momentum", "published")))
-        except FileNotFoundError:
-            raise StoreError(
-                f"Fragment {fragment} is published at version {version}, but {path} is missing.",
-                hint=FROM_COPY,
-            ) from None
-        except (SafetensorError, OSError) as error:
-            raise StoreError(f"{path} cannot be read: {error}.", hint=FROM_COPY) from error
-        said = (about.get("fragment"), about.get("version"), about.get("digest"))
-        found = (str(fragment), str(version), state.digest)
-        if said != found:
-            raise StoreError(
-                f"{path} is damaged: it says fragment, version, digest are {said}, "
-                f"its content {found}.",
-                hint=FROM_COPY,
-            )
-        return state
+def forgotten(draft: Kept) -> bool:
+    """Whether nobody has gone on with a frame for a day."""
+    try:
+        return time.time() - draft.path.stat().st_mtime > FORGET_SECONDS
+    except OSError:
+        return True
 
-    def delta(self, fragment: int, version: int) -> Path | None:
-        """The frame that leads from `version` - 1 to `version`, if it is still kept."""
-        path = self._file(fragment, version, "delta")
-        return path if path.exists() else None
 
-    def versions(self, fragment: int) -> list[int]:
-        """Versions whose state is kept, oldest first; the newest may not be journaled yet."""
-        found = (self.folder / "fragments" / str(fragment)).glob("v*.state")
-        return sorted(int(path.stem[1:]) for path in found)
-
-    def payload_path(self, digest: str) -> Path:
-        if not _DIGEST.fullmatch(digest):  # It becomes a file name.
-            raise ValueError(f"{digest!r} is not a SHA-256 in hexadecimal")
-        return self.folder / "payloads" / f"{digest}.frame"
-
-    def _file(self, fragment: int, version: int, what: str) -> Path:
-        return self.folder / "fragments" / str(fragment) / f"v{version:08d}.{what}"
+def _read(draft: Kept) -> Listed | None:
+    try:
+        listed = parse(Listed, draft.list.read_bytes())
+        long_enough = not listed.have or draft.path.stat().st_size >= listed.have[-1][1]
+    except (OSError, WireError):
+        return None
+    return listed if listed.sound and long_enough and not forgotten(draft) else None

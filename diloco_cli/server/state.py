@@ -1,7 +1,7 @@
 """The state of a run, in one place: what is durable, what is only remembered.
 
     durable, by the journal     ledger (decides), tally (counts)
-    memory, rebuilt at start    leases, reports, timers of open rounds, averages, norms
+    memory, rebuilt at start    leases, reports, timers of open rounds, averages
 
 Everything here belongs to one event loop. Between two awaits nothing else runs, so a
 decision, its record and its effect are one act, and no lock is needed.
@@ -15,8 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from diloco_cli.core import pace, rounds
-from diloco_cli.core.guard import Norms
 from diloco_cli.core.ledger import Ledger, Slot
 from diloco_cli.core.rounds import Round
 from diloco_cli.failpoints import reach
@@ -58,7 +59,8 @@ class State:
         self.served_before = tally.seconds
         self.presences = Presences(ledger.regions, self.spec.server.lease, now=now)
         self.averages = pace.Averages()
-        self.norms = [Norms() for _ in ledger.slots]
+        self.squares: dict[str, np.ndarray] = {}
+        """Of the pieces of payloads that wait, by digest: spares a merge the look for lengths."""
         self.rounds = [self._reopened(slot, now) for slot in ledger.slots]
         self.why = ["not called yet"] * len(ledger.slots)
         """What each fragment's round waits for."""
@@ -109,8 +111,8 @@ class State:
         return self.served_before + self.clock() - self.began
 
     def live(self) -> set[str]:
-        """Regions that hold a lease and are not about to leave."""
-        return self.presences.here(now=self.clock())
+        """Regions that hold a lease, are not about to leave and not in quarantine."""
+        return self.presences.here(now=self.clock()) - self.ledger.quarantined()
 
     def record(self, kind: str, **fields: Any) -> None:
         """Journals a decision and lets it take effect; durable only after `commit.durable`."""

@@ -129,7 +129,9 @@ def _why(coordinator: Coordinator) -> str:
         return f"{state.ledger.end}; what regions still hold is being merged"
     live = len(state.live())
     if live < state.sync.quorum:
-        return f"{live} of {state.sync.quorum} regions needed are here"
+        kept_out = sorted(state.ledger.quarantined())
+        besides = f"; in quarantine: {', '.join(kept_out)}" if kept_out else ""
+        return f"{live} of {state.sync.quorum} regions needed are here{besides}"
     return ""
 
 
@@ -160,6 +162,8 @@ def _region(coordinator: Coordinator, name: str) -> dict[str, Any]:
         else round(max(0.0, state.wall() - merged_at), 1),
         "restarts": said.restarts if said else None,
         "refused": ledger.refused.get(name, 0),
+        "mended": said.mended if said else 0,
+        "quarantined": name in ledger.quarantined(),
         "why": _region_why(coordinator, name, presence),
     }
 
@@ -192,6 +196,8 @@ def _region_why(coordinator: Coordinator, name: str, presence: Presence | None) 
         return f"silent for {now - presence.seen:.0f} s"
     if said is None:
         return "joined, no report yet"
+    if (conduct := state.ledger.conduct.get(name)) and conduct.quarantined:
+        return conduct.why
     if said.why:
         return said.why
     owed = [str(f) for f in state.ledger.calls() if name not in state.ledger.slots[f].waiting]

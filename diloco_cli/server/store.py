@@ -5,6 +5,7 @@
       run.json                      which run this is: id, spec and layout digests
       journal                       every decision, in order
       payloads/DIGEST.frame         contributions of open rounds
+      parts/…                       frames that are half received: see `shelf`
       fragments/F/vNNNNNNNN.state   weights, momentum, published weights of one version
       fragments/F/vNNNNNNNN.delta   the frame that leads from the version before
       fragments/F/vNNNNNNNN.DIGEST.frame   a contribution that was merged into it
@@ -32,11 +33,11 @@ from diloco_cli.disk import draft_of, write_bytes
 from diloco_cli.failpoints import reach
 from diloco_cli.registry import Registry
 from diloco_cli.server import durable
+from diloco_cli.server.archive import Archive, FragmentState, PayloadLost
 from diloco_cli.server.claim import open_run, take_lock
 from diloco_cli.server.draft import Draft
 from diloco_cli.server.durable import FULL, DiskFull, disk_errors
 from diloco_cli.server.journal import Journal, Notice, to_stderr
-from diloco_cli.server.shelf import FragmentState, PayloadLost, Shelf
 
 __all__ = ["Draft", "FragmentState", "PayloadLost", "Store", "stores"]
 
@@ -48,8 +49,9 @@ class Store(Protocol):
     journal: Journal
 
     def draft_payload(self, size: int = 0) -> Draft: ...
+    def parts_folder(self, size: int = 0) -> Path: ...
     def keep_payload(self, digest: str, data: bytes | memoryview | Draft) -> None: ...
-    def payload(self, digest: str) -> bytes: ...
+    def payload(self, digest: str) -> memoryview: ...
     def payloads(self) -> set[str]: ...
     def drop_payloads(self, digests: Iterable[str]) -> None: ...
     def file_members(self, fragment: int, version: int, digests: Iterable[str]) -> None: ...
@@ -105,15 +107,16 @@ class Folder:
         try:
             durable.remove_drafts(folder)
             journal, records = open_run(folder, layout, spec, notice)
-            for name in ("payloads", "fragments"):
+            for name in ("payloads", "parts", "fragments"):
                 durable.make_folder(folder / name)
+            durable.keep_names(folder)
         except BaseException:
             os.close(lock)
             raise
         return FolderStore(self, folder, journal, lock), records
 
 
-class FolderStore(Shelf):
+class FolderStore(Archive):
     def __init__(self, kind: Folder, folder: Path, journal: Journal, lock: int) -> None:
         super().__init__(folder, journal.run)
         self.kind, self.journal = kind, journal
@@ -123,6 +126,12 @@ class FolderStore(Shelf):
         """Begins a payload of about `size` bytes whose digest is not known yet."""
         self.check_room(size + self.kind.reserve)
         return Draft(draft_of(self.folder / "payloads" / "upload"))
+
+    def parts_folder(self, size: int = 0) -> Path:
+        """Where frames wait that arrive in parts; there is room for `size` bytes more."""
+        if size:
+            self.check_room(size + self.kind.reserve)
+        return self.folder / "parts"
 
     def keep_payload(self, digest: str, data: bytes | memoryview | Draft) -> None:
         """Makes a payload durable under its digest. Keeping it again changes nothing."""

@@ -174,7 +174,7 @@ class Tally:
         for region in record["members"]:
             owner, receipt = self._waiting.pop((region, fragment))
             self.accounts[region, owner].applied[fragment] += receipt.tokens
-            weights[region] = self._recipe.weight(receipt.tokens, receipt.steps)
+            weights[region] = self._recipe.weight(receipt)
             self.merged_at[region] = record.get("time", 0.0)
         for region, weight in weights.items():
             share = weight / sum(weights.values())

@@ -9,6 +9,7 @@ frame (a cache: gone at the next start).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import shutil
@@ -23,11 +24,14 @@ from diloco_cli.server.merging import Version, frame_header
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import Store
 from diloco_cli.wire.codec import codecs
-from diloco_cli.wire.frame import pack
+from diloco_cli.wire.frame import pack, vector_digest
 from diloco_cli.wire.messages import Links, version_path
 
 PIECE_BYTES = 1 << 20
 """Bytes read and sent at a time."""
+
+WORTH_BYTES = 1 << 16
+"""Whoever is told that the whole is shorter asks once more: no gain if it is by less."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,15 @@ class Weights:
             self._encoding.pop(key, None)  # The disk may have room for it next time.
             raise
 
+    async def shorter(self, fragment: int, version: int, chain: Resource) -> Resource | None:
+        """The whole frame of a version, if it has fewer bytes than the deltas that lead there."""
+        raw = 4 * self.recipe.layout.fragments[fragment].size
+        # Weights do not shrink to half: nobody need encode them to know.
+        if chain.size < raw // 2 or chain.size < WORTH_BYTES:
+            return None
+        whole = await self.whole(fragment, version)
+        return whole if whole and whole.size + WORTH_BYTES < chain.size else None
+
     def links(self, fragment: int, since: int) -> Links:
         """Where the newest version is: whole, and as deltas if that is the shorter way."""
         version = self.newest[fragment].number
@@ -120,18 +133,21 @@ class Weights:
     def model(self, version: int | None = None) -> Model | None:
         """The whole model at one clock; None when some fragment no longer has that version."""
         if version is None:
-            taken = [(newest.number, newest.state.published) for newest in self.newest]
-            return Model(self.recipe.layout, self._store.run, taken)
-        vectors = []
+            taken = [(each.number, each.state.published) for each in self.newest]
+            digests = [each.digest for each in self.newest]
+            return Model(self.recipe.layout, self._store.run, taken, digests)
+        vectors, digests = [], []
         for fragment, newest in enumerate(self.newest):
             if version == newest.number:
                 vectors.append((version, newest.state.published))
+                digests.append(newest.digest)
             elif version < newest.number and version in self._store.versions(fragment):
                 state = self._store.load_state(fragment, version)
                 vectors.append((version, state.published))
+                digests.append(vector_digest(state.published))
             else:
                 return None
-        return Model(self.recipe.layout, self._store.run, vectors)
+        return Model(self.recipe.layout, self._store.run, vectors, digests)
 
     def _encode(self, fragment: int, version: Version) -> Resource:
         about = self.recipe.layout.fragments[fragment]
@@ -153,9 +169,19 @@ def _last_bytes(path: Path) -> str:
 
 
 class Model:
-    """The published weights of all fragments, as one safetensors file that is never written."""
+    """The published weights of all fragments, as one safetensors file that is never written.
 
-    def __init__(self, layout: Layout, run: str, taken: Sequence[tuple[int, np.ndarray]]) -> None:
+    The same versions of the same run are the same bytes, which is what the etag says.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        run: str,
+        taken: Sequence[tuple[int, np.ndarray]],
+        digests: Sequence[str],
+    ) -> None:
+        """`digests` are those of the vectors."""
         self.versions = [number for number, _ in taken]
         self._vectors = [vector for _, vector in taken]
         self._tensors: dict[str, list[tuple[int, Piece]]] = {}
@@ -168,16 +194,24 @@ class Model:
             {"run": run, "versions": json.dumps(self.versions), "layout": layout.digest}
         )
         self.size = len(self._head) + 4 * layout.size
+        named = hashlib.sha256(self._head + "".join(digests).encode())
+        self.etag = f'"{named.hexdigest()[:32]}"'
 
-    def read(self) -> Iterator[bytes]:
-        """Yields the file, a piece at a time."""
-        yield self._head
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """Yields the file from `start` to `stop`, a piece at a time."""
+        at, stop = 0, self.size if stop is None else stop
+        for data in self._stretches():
+            first, last = max(start - at, 0), min(stop - at, data.nbytes)
+            for place in range(first, last, PIECE_BYTES):
+                yield bytes(data[place : min(place + PIECE_BYTES, last)])
+            at += data.nbytes
+
+    def _stretches(self) -> Iterator[memoryview]:
+        yield memoryview(self._head)
         for name in sorted(self._tensors):
             for fragment, piece in self._tensors[name]:
                 values = np.ascontiguousarray(self._vectors[fragment][piece.span], "<f4")
-                data = values.data.cast("B")
-                for start in range(0, data.nbytes, PIECE_BYTES):
-                    yield bytes(data[start : start + PIECE_BYTES])
+                yield values.data.cast("B")
 
     def _header(self, metadata: Mapping[str, str]) -> bytes:
         described: dict[str, object] = {"__metadata__": metadata}

@@ -9,6 +9,7 @@ consequence; its hint is the way out. No rule looks inside a `kind`: that is for
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -239,6 +240,31 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+RATES = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9, "Tbit": 1e12}
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)(?:/s)?")
+
+
+def rate_of(text: str) -> float | None:
+    """Reads bits a second, such as 50Mbit or 1.5Gbit/s; None if it is no rate."""
+    found = _RATE.fullmatch(text.strip())
+    rate = float(found[1]) * RATES.get(found[2], 0.0) if found else 0.0
+    return rate if 0 < rate < float("inf") else None
+
+
+def _the_rate_limit_is_a_rate(spec: RunSpec) -> Iterator[Fault]:
+    text = spec.wire.rate_limit
+    if text is None or rate_of(text) is not None:
+        return
+    found = _RATE.fullmatch(text.strip())
+    hint = "Write bits a second with their unit, for example 50Mbit or 1.5Gbit."
+    if found and float(found[1]) > 0:
+        unit = found[2].removesuffix("ps")
+        meant = next((each for each in RATES if each.lower() == unit.lower()), None)
+        meant = meant or {"b": "bit", "kb": "kbit", "mb": "Mbit", "gb": "Gbit"}.get(unit.lower())
+        hint = f"Did you mean `{found[1]}{meant}`? Rates are in bits." if meant else hint
+    yield Fault(("wire", "rate_limit"), f"is {text!r}, which is no rate", hint)
+
+
 def _reserved_keys_are_empty(spec: RunSpec) -> Iterator[Fault]:
     for key in ("export", "chaos"):
         if getattr(spec, key):
@@ -270,5 +296,6 @@ RULES: tuple[Callable[[RunSpec], Iterator[Fault]], ...] = (
     _grace_options_have_an_effect,
     _the_server_listens_where_it_is_safe,
     _the_evaluator_exists,
+    _the_rate_limit_is_a_rate,
     _reserved_keys_are_empty,
 )

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from diloco_cli.spec.rules import Conflicts, Path, conflicts
+from diloco_cli.spec.rules import Conflicts, Path, conflicts, rate_of
 
 
 def _not_a_switch(value: Any) -> Any:
@@ -19,6 +19,11 @@ def _not_a_switch(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("needs a number")
     return value
+
+
+def _as_written(value: Any) -> Any:
+    # A number without a unit is for `rules` to refuse, which says what is missing.
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 Choice = dict[str, Any]
@@ -145,6 +150,25 @@ class WireSpec(Section):
     zstd: Annotated[Int, Field(ge=1, le=19)] = 1
     """Compression level; 1 was measured to be as small as any."""
 
+    rate_limit: Annotated[str | None, BeforeValidator(_as_written)] = None
+    """The most that a region's uploads may take of its line, as in `50Mbit`; each region may
+    have its own (`--set wire.rate_limit=…`). Without it they take what they get."""
+
+    @property
+    def bits_per_second(self) -> float | None:
+        return rate_of(self.rate_limit) if self.rate_limit else None
+
+
+class GuardSpec(Section):
+    """What a contribution must be like to be merged."""
+
+    norm: Annotated[Float, Field(ge=2, allow_inf_nan=False)] = 20.0
+    """Times the usual norm above which a contribution is refused."""
+
+    agreement: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    """Least agreement with a round's other members, as a share of theirs with each other;
+    0 asks for none. Against regions that may lie, not for regions with very different data."""
+
 
 class ServerSpec(Section):
     """The aggregation server."""
@@ -157,6 +181,9 @@ class ServerSpec(Section):
 
     lease: Annotated[Float, Field(gt=0)] = 10.0
     """Seconds without a heartbeat after which a region counts as gone."""
+
+    guard: GuardSpec = GuardSpec()
+    """What a contribution must be like to be merged."""
 
 
 class EvaluateSpec(Section):

@@ -20,6 +20,7 @@ import numpy as np
 
 from diloco_cli.core.fragments import Fragment
 from diloco_cli.core.merge import MergeRule, Radial, radial_factor
+from diloco_cli.core.robust import ByColumn, Clipped
 from diloco_cli.errors import WireError
 from diloco_cli.wire.chunks import CHUNK, in_chunks, span_of, spread, tools
 from diloco_cli.wire.codec import raw
@@ -31,6 +32,9 @@ TOGETHER = 32
 
 KEPT_BYTES = 8
 """Decompressed bytes for each value that may wait for the second sweep: 16 members in int4."""
+
+STRIP = 1 << 14
+"""Values sorted at a time, so that all members' lie in the cache."""
 
 Parts = list[tuple[int, slice]]
 """Pieces by number, and which of the fragment's values are meant."""
@@ -51,31 +55,41 @@ def merge_into(
     fragment: Fragment,
     members: Sequence[tuple[float, Frame]],
     *,
+    squares: Sequence[np.ndarray | None] = (),
     threads: int | None,
 ) -> list[float]:
     """Writes what is merged; says with what each piece is still to be multiplied.
 
     Raises MemberUnfit for a frame that does not decode.
     """
+    frames = [frame for _, frame in members]
+    if isinstance(rule, ByColumn):
+        list(in_chunks(_Columns(rule, frames, merged).chunk, fragment.size, threads))
+        return [1.0] * len(fragment.pieces)
     edges = edges_of(fragment)
     weights = np.array([weight for weight, _ in members])
-    frames = [frame for _, frame in members]
     radial = np.array([type(rule) is Radial and not p.embedding for p in fragment.pieces])
     # What a delta counts with: its weight, or where directions are added up, its weight by
     # its length; a delta without a length has no direction.
     counts = np.where(radial, 0.0, weights[:, None])
     lengths = np.zeros_like(counts)
     bodies = _Bodies(frames, fragment.size)
-    if radial.any():
-        lengths = _lengths(bodies, edges, threads) * radial
+    if radial.any() or isinstance(rule, Clipped):
+        known = [each for each in squares if each is not None]
+        if len(known) < len(members):
+            known = _squares(bodies, edges, threads)
+        lengths = np.sqrt(known) * radial
         np.divide(weights[:, None], lengths, out=counts, where=lengths > 0)
+        if isinstance(rule, Clipped):
+            shares = rule.shares(np.sqrt(np.sum(known, axis=1)).tolist())
+            counts *= np.array(shares)[:, None]
     weight = _in_order(weights)
     fold = _Fold(edges, bodies, weights, counts, 1 / weight, merged)
-    squares = sum(in_chunks(fold.chunk, fragment.size, threads), start=np.zeros(1))
+    sums = sum(in_chunks(fold.chunk, fragment.size, threads), start=np.zeros(1))
     factors, cancelled = [1.0] * len(radial), []
     for number in np.flatnonzero(radial).tolist():
         mean = _in_order(weights * lengths[:, number]) / weight
-        straight, agreement = (math.sqrt(square) for square in squares[:, number])
+        straight, agreement = (math.sqrt(square) for square in sums[:, number])
         by_direction, factor = radial_factor(len(frames), weight, mean, straight, agreement)
         factors[number] = factor * weight
         if not by_direction:
@@ -151,15 +165,15 @@ class _Bodies:
         return values
 
 
-def _lengths(bodies: _Bodies, edges: list[int], threads: int | None) -> np.ndarray:
-    """The length of every member's every piece; all members' chunks in one queue."""
+def _squares(bodies: _Bodies, edges: list[int], threads: int | None) -> np.ndarray:
+    """The squared length of every member's every piece; all members' chunks in one queue."""
     members, chunks = len(bodies.frames), -(-edges[-1] // CHUNK)
     squares = np.zeros((members, len(edges) - 1))
     bodies.prepare()
     found = spread(lambda n: bodies.look(n // chunks, n % chunks, edges), members * chunks, threads)
     for place, part in enumerate(found):
         squares[place // chunks] += part
-    return np.sqrt(squares)
+    return squares
 
 
 @dataclass
@@ -230,6 +244,29 @@ class _Fold:
             squares[0, number] = square_sum_double(straight[inside], lanes)
             squares[1, number] = square_sum_double(along[inside], lanes)
             put_scaled(along[inside], self.merged[part], self.factor)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Merges all members value by value, one chunk at a time."""
+
+    rule: ByColumn
+    frames: list[Frame]
+    merged: np.ndarray
+
+    def chunk(self, place: int, span: slice) -> None:
+        count = span.stop - span.start
+        rows = tools.scratch("rows", len(self.frames) * count, np.float32)
+        rows = rows.reshape(len(self.frames), count)
+        for member, frame in enumerate(self.frames):
+            try:
+                frame.read(place, rows[member])
+            except WireError as error:
+                raise MemberUnfit(member, error) from error
+        for start in range(0, count, STRIP):
+            strip = slice(start, min(start + STRIP, count))
+            inside = slice(span.start + strip.start, span.start + strip.stop)
+            self.merged[inside] = self.rule.combine(rows[:, strip])
 
 
 def edges_of(fragment: Fragment) -> list[int]:

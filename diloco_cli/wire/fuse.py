@@ -13,25 +13,26 @@ last. So the result does not depend on the number of threads, and a server that 
 it again gets the same bits.
 
 `core/merge.py` and `core/outer.py` say what is computed here; `fusible` says for which
-merge rules this way of computing it exists.
+merge rules the first two sweeps exist. Any other rule is folded as `core/merge.py` has it,
+one decoded member after another; the third sweep is the same for all.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from diloco_cli.core.fragments import Fragment
-from diloco_cli.core.merge import Mean, MergeRule, Radial
+from diloco_cli.core.merge import Mean, MergeRule, Radial, merge
 from diloco_cli.core.outer import Nesterov, OuterOptimiser, Sgd
+from diloco_cli.core.robust import ByColumn, Clipped
 from diloco_cli.errors import WireError
 from diloco_cli.wire.chunks import body_of, in_chunks, read_into, span_of, tools
 from diloco_cli.wire.codec import Codec, vector
 from diloco_cli.wire.fold import MemberUnfit, edges_of, merge_into, stretches
-from diloco_cli.wire.frame import Frame
+from diloco_cli.wire.frame import Frame, VectorHash
 
 __all__ = ["Diverged", "MemberUnfit", "Method", "Outcome", "fuse", "fusible"]
 
@@ -68,7 +69,7 @@ class Method:
 
 def fusible(rule: MergeRule) -> bool:
     """Says whether this merge rule can be computed here."""
-    return type(rule) in (Mean, Radial)
+    return type(rule) in (Mean, Radial, Clipped) or isinstance(rule, ByColumn)
 
 
 def fuse(
@@ -76,30 +77,40 @@ def fuse(
     fragment: Fragment,
     members: Sequence[tuple[float, Frame]],
     state: tuple[np.ndarray, np.ndarray, np.ndarray],
+    squares: Sequence[np.ndarray | None] = (),
 ) -> Outcome:
     """Merges (weight, frame) pairs, in the order given, into theta, momentum, published.
 
+    `squares` may say what `Frame.squares` found between the pieces of each member; if it
+    knows all of them, the first sweep is spared.
     Raises MemberUnfit for a frame that does not decode, Diverged where the result is not
     finite. The arrays of `state` stay as they are.
     """
     if not members:
         raise ValueError(f"fragment {fragment.number}: no members to merge")
     theta, momentum, published = map(vector, state)
-    merged = np.empty(fragment.size, np.float32)
-    if len(members) == 1:  # A member alone is its own merge, bit for bit.
-        edges, factors = [0, fragment.size], [1.0]
-        _read_alone(members[0][1], merged, method.threads)
-    else:
-        edges = edges_of(fragment)
-        factors = merge_into(merged, method.rule, fragment, members, threads=method.threads)
+    edges, factors = [0, fragment.size], [1.0]
+    if len(members) > 1 and fusible(method.rule):
+        merged, edges = np.empty(fragment.size, np.float32), edges_of(fragment)
+        factors = merge_into(
+            *(merged, method.rule, fragment, members), squares=squares, threads=method.threads
+        )
+    else:  # A member alone is its own merge, bit for bit.
+        merged = merge(method.rule, fragment, _decoded(members, method.threads))
+        merged = np.require(merged, np.float32, ["C", "A", "W"])
     return _Step(method, edges, factors, (theta, momentum, published)).take(merged)
 
 
-def _read_alone(frame: Frame, into: np.ndarray, threads: int | None) -> None:
-    try:
-        list(in_chunks(lambda place, span: frame.read(place, into[span]), into.size, threads))
-    except WireError as error:
-        raise MemberUnfit(0, error) from error
+def _decoded(
+    members: Sequence[tuple[float, Frame]], threads: int | None
+) -> Iterator[tuple[float, np.ndarray]]:
+    for number, (weight, frame) in enumerate(members):
+        try:
+            values = frame.values(threads=threads)
+        except WireError as error:
+            raise MemberUnfit(number, error) from error
+        yield weight, values
+        del values  # Decoded vectors are large: only the current one is kept.
 
 
 @dataclass(frozen=True)
@@ -120,11 +131,11 @@ class _Step:
             with np.errstate(over="ignore", invalid="ignore"):  # Looked for, and then named.
                 return self._chunk(span, new)
 
-        chunks, digest = [], hashlib.sha256()
+        chunks, digest = [], VectorHash()
         for place, compressed in enumerate(in_chunks(chunk, merged.size, self.method.threads)):
             chunks.append(compressed)
             # While the helpers are at the next chunks.
-            digest.update(new[2][span_of(place, merged.size)].data)
+            digest.update(new[2][span_of(place, merged.size)])
         return Outcome(*new, chunks, digest.hexdigest())
 
     def _chunk(self, span: slice, new: tuple[np.ndarray, np.ndarray, np.ndarray]) -> bytes:

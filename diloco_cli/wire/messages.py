@@ -12,7 +12,14 @@ import math
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlencode
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
 from diloco_cli.errors import WireError
 from diloco_cli.registry import in_words
@@ -85,6 +92,12 @@ def fault(error: ValidationError, *, known: list[str] | None = None) -> str:
     return f"`{key}` {message}" if key else message
 
 
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    # NaN could be read, but not be written down again: JSON has no word for it.
+    json.dumps(found, allow_nan=False)
+    return found
+
+
 class Run(Message):
     """GET /v1/run: what every region must share."""
 
@@ -97,7 +110,7 @@ class Run(Message):
     fragments: tuple[Annotated[int, Field(strict=True, ge=1, le=2**40)], ...]
     """Size of each fragment."""
     lease_seconds: Seconds
-    settings: dict[str, Any]
+    settings: Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
 class Join(Request):
@@ -133,6 +146,8 @@ class News(Message):
     evaluate: Flag
     """This region evaluates the held-out loss of the global weights."""
     lease_seconds: Seconds
+    mend: dict[Count, Digest] = {}
+    """Digests this region reported and nobody published: fetch those fragments whole."""
 
 
 class Joined(News):
@@ -155,6 +170,13 @@ class Tokens(Request):
     pending: tuple[Amount, ...]
     refused: tuple[Amount, ...]
     discarded: tuple[Amount, ...]
+
+
+class Holding(Request):
+    """The published weights of one fragment, as a region has them."""
+
+    version: Version
+    digest: Digest
 
 
 class HeldOut(Request):
@@ -181,6 +203,10 @@ class Heartbeat(Request):
     restarts: Count = 0
     why: Text = ""
     heldout: HeldOut | None = None
+    images: dict[Count, Holding] = {}
+    """What the region's agent has of each fragment; none of what it does not have yet."""
+    mended: Count = 0
+    """Images with other bits than were published, replaced since the agent was started."""
 
 
 def parse_heartbeat(data: bytes, *, fragments: int) -> Heartbeat:

@@ -71,7 +71,8 @@ def work(
     with mailbox.locked(seconds=LOCK_SECONDS):
         mailbox.clear_agent_drafts()
         spec_file = write_resolved(spec, folder)
-        agent = Agent(region, folder, server_url, terms, bell, argv=_argv(region, cores, spec_file))
+        argv, limit = _argv(region, cores, spec_file), spec.wire.bits_per_second
+        agent = Agent(region, folder, server_url, terms, bell, argv=argv, rate_limit=limit)
 
         def at_once(number: int) -> None:
             agent.kill_trainer()
@@ -99,6 +100,7 @@ class Agent:
         bell: Bell,
         *,
         argv: Sequence[str],
+        rate_limit: float | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.region, self.terms, self.bell, self.argv = region, terms, bell, argv
@@ -106,7 +108,7 @@ class Agent:
         self.mailbox.prepare()
         self.log = folder / "logs" / f"{region}.trainer.log"
         self.events = EventLog(folder / "events.jsonl", region)
-        self.connect = partial(Server, url)
+        self.connect = partial(Server, url, rate_limit=rate_limit)
         self.say = say or _say
         self.trainer: TrainerProcess | None = None
         self.restarts = 0

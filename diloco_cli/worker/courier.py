@@ -25,7 +25,7 @@ from diloco_cli.net.transport import Retry, Timeouts
 from diloco_cli.observe.events import EventLog
 from diloco_cli.wire.messages import Heartbeat, Joined, News
 from diloco_cli.worker.bell import Bell
-from diloco_cli.worker.images import bring_up
+from diloco_cli.worker.images import Shelf
 from diloco_cli.worker.mailbox import Fate, Mailbox, Stamp, stamp
 
 SHORTEST_GAP = 0.05
@@ -73,8 +73,7 @@ class Courier:
         self._bells = {name: Bell() for name in ("heartbeat", "upload", "download")}
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        # An image that cannot be read is one we do not have.
-        self._have = [mailbox.image_version(number) for number in range(len(joined.versions))]
+        self._shelf = Shelf(mailbox, len(joined.versions))
         self._letters: dict[int, tuple[Stamp, Letter]] = {}
         self._fates: dict[int, Fate] = {}
         self._written = ""
@@ -125,6 +124,7 @@ class Courier:
                 fate = Fate(decided.digest, decided.fate, decided.why)
                 changed |= self._decided(number, fate)
             self._forget_lost(news)
+            changed |= self._shelf.doubt(news.mend)
         if changed:
             self._on_mail()
             self._bells["download"].ring()
@@ -160,7 +160,8 @@ class Courier:
         }
         said = {**blank, **(self.mailbox.progress() or {})}
         said.update({key: value for key, value in self.state.items() if value is not None})
-        return Heartbeat.model_validate({**said, "epoch": self.epoch, "stopping": stopping})
+        held = {"images": dict(self._shelf.holds), "mended": self._shelf.mended}
+        return Heartbeat.model_validate({**said, **held, "epoch": self.epoch, "stopping": stopping})
 
     # The threads
 
@@ -233,7 +234,7 @@ class Courier:
 
     def _download(self, server: Server) -> None:
         for number, version in enumerate(self.news.versions):
-            if self._have[number] < version and not self.closed.is_set():
+            if self._shelf.version(number) < version and not self.closed.is_set():
                 self._fetch(server, number, version)
         self.up_to_date.set()
         self._on_change()
@@ -242,14 +243,12 @@ class Courier:
             bell.rung()
 
     def _fetch(self, server: Server, number: int, version: int) -> None:
-        have = self.mailbox.image(number) if self._have[number] >= 0 else None
-        image, why = bring_up(server, number, have, version)
+        image, why = self._shelf.fetch(server, number, version)
         if self.closed.is_set():
             return
-        self.mailbox.write_image(number, image)
-        self._have[number] = image.version
+        self._shelf.put(number, image)
         self._on_mail()
-        if why and have is not None:
+        if why:
             self._say(f"fragment {number}, version {image.version} was fetched whole: {why}")
 
     # What they share

@@ -121,6 +121,14 @@ class Holdings:
         self._place(number, mixed(held, mix, arrived.flight))
         return before.flight is not None and before.flight.digest == arrived.merged
 
+    def stand_on(self, number: int, anchor: np.ndarray) -> None:
+        """Goes on from other bits of the version already adopted; all that is held stays."""
+        if np.array_equal(self.anchors[number], anchor):
+            return
+        held = self.held(number)
+        self.anchors[number] = anchor
+        self._place(number, held)
+
     def abandon(self, number: int) -> None:
         """Gives up what is not merged."""
         self.books[number], mix = delta.abandon(self.books[number])

@@ -2,20 +2,75 @@
 
 A version travels as a delta against the one before; the chain from ours to the newest
 is added up one by one in float32, exactly as the server did, and the digest after each
-says that we hold the server's bits. Where a chain is broken or does not add up, the
-whole fragment is fetched instead. But weights of ours that the server's own deltas do not
-continue are from another history: the server was set back to an older copy and went on from
-there, and what we hold cannot be measured against it.
+says that we hold the server's bits. Where a chain is broken, does not add up or has more
+bytes than the whole fragment (the server knows), that is fetched instead. But weights of ours
+that the server's own deltas do not continue are from another history: the server was set back
+to an older copy and went on from there, and what we hold cannot be measured against it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from diloco_cli.errors import StoreError, WireError
 from diloco_cli.net.client import Gone, Server
 from diloco_cli.wire.frame import Frame, vector_digest
-from diloco_cli.worker.mailbox import Image
+from diloco_cli.wire.messages import Holding
+from diloco_cli.worker.mailbox import Image, Mailbox
+
+
+class Shelf:
+    """The images in a region's folder: which version of each fragment, and of what bits.
+
+    At the start every image is hashed once: one that a disk has changed is fetched whole,
+    as is one of which the server says that it published other bits.
+    """
+
+    def __init__(self, mailbox: Mailbox, fragments: int) -> None:
+        self.mailbox = mailbox
+        self.mended = 0
+        """Images that held other bits than were published and have been replaced."""
+        self.holds: dict[int, Holding] = {}
+        self._wrong: dict[int, str] = {}
+        for number in range(fragments):
+            self._look_at(number)
+
+    def _look_at(self, number: int) -> None:
+        try:
+            image = self.mailbox.image(number)
+        except StoreError:
+            self._wrong[number] = "our copy could not be read"
+            return
+        if image is None:
+            return
+        if vector_digest(image.weights) == image.published:
+            self.holds[number] = Holding(version=image.version, digest=image.published)
+        else:
+            self._wrong[number] = f"our copy of version {image.version} was damaged on disk"
+
+    def version(self, number: int) -> int:
+        """The version we have of a fragment, or −1."""
+        return self.holds[number].version if number in self.holds else -1
+
+    def doubt(self, wrong: Mapping[int, str]) -> bool:
+        """Lets go of images with these digests; says whether there were any."""
+        # One that was replaced since it was reported is not the one meant.
+        found = [n for n, held in self.holds.items() if held.digest == wrong.get(n)]
+        for number in found:
+            held = self.holds.pop(number)
+            self._wrong[number] = f"our bits of version {held.version} were not the server's"
+        return bool(found)
+
+    def fetch(self, server: Server, number: int, version: int) -> tuple[Image, str]:
+        """Fetches `version` or newer; gives it, and why it came whole if that is worth a word."""
+        have = self.mailbox.image(number) if number in self.holds else None
+        image, why = bring_up(server, number, have, version)
+        return image, self._wrong.get(number, "") or (why if have else "")
+
+    def put(self, number: int, image: Image) -> None:
+        self.mailbox.write_image(number, image)
+        self.mended += self._wrong.pop(number, None) is not None
+        self.holds[number] = Holding(version=image.version, digest=image.published)
 
 
 def bring_up(server: Server, fragment: int, have: Image | None, version: int) -> tuple[Image, str]:
@@ -24,7 +79,7 @@ def bring_up(server: Server, fragment: int, have: Image | None, version: int) ->
     if have is not None:
         frames = server.chain(fragment, version, have.version)
         if frames is None:
-            why = f"the server no longer has the deltas since version {have.version}"
+            why = f"the deltas since version {have.version} are longer, or no longer there"
         elif (image := add_up(have, frames)) is not None:
             return image, ""
         else:
@@ -64,9 +119,9 @@ def add_up(have: Image, chain: Sequence[Frame]) -> Image | None:
     """Applies deltas one by one; None when one does not lead to the weights it names."""
     weights, said = have.weights, None
     for frame in chain:
-        weights = weights + frame.values()
+        weights, digest = frame.added_to(weights)
         said = frame.header
-        if vector_digest(weights) != said.published:
+        if digest != said.published:
             return None
     if said is None:
         return have

@@ -24,9 +24,11 @@ from pathlib import Path
 import jax
 
 from diloco_cli.core import delta
+from diloco_cli.core.fragments import piece_of
 from diloco_cli.errors import WireError
 from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.wire.codec import NotFinite
 from diloco_cli.worker.bell import LAST_MOMENT, Bell, leave_on_signals, listen, ring_pipe
 from diloco_cli.worker.desk import Desk, Draft
 from diloco_cli.worker.holdings import Holdings
@@ -169,12 +171,23 @@ class Trainer:
                 self.drafts[number], self.reporter.trouble = None, ""
             except WireError as error:
                 self.drafts[number] = None
-                self.give_up(f"fragment {number} could not be sent: {error.message}", {number})
+                self.give_up(self._unsendable(number, draft, error), {number})
             except OSError as error:
                 if retry:
                     self._retry(number, draft, error)
                 else:
                     self.drafts[number] = None
+
+    def _unsendable(self, number: int, draft: Draft, error: WireError) -> str:
+        """Names the tensor that holds what cannot be sent."""
+        if not isinstance(error, NotFinite):
+            return f"fragment {number} could not be sent: {error.message}"
+        piece = piece_of(self.task.layout.fragments[number], error.index)
+        return (
+            f"{piece.tensor} (rows {piece.start}:{piece.stop}) of region {self.task.region} has "
+            f"the value {error.value} at step {draft.header.clock}, so fragment {number} was not "
+            f"sent (hint: {(error.hint or '').rstrip('.')})"
+        )
 
     def _retry(self, number: int, draft: Draft, error: OSError) -> None:
         """A disk that is full may have room later; until then the frame does not exist."""
@@ -195,7 +208,10 @@ class Trainer:
             # A frame being written has no digest yet, so an image that merged it could not
             # be told from one that merged a stranger's.
             arrived = None if self.drafts[number] else self.inbox.take(number)
-            if arrived is None or arrived.image.version <= book.version:
+            if arrived is None or arrived.image.version < book.version:
+                continue
+            if arrived.image.version == book.version:  # Only an image that was mended comes again.
+                self.own.stand_on(number, arrived.image.weights)
                 continue
             merged = self.own.adopt(number, arrived)
             self.reporter.events.note(

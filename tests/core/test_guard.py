@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diloco_cli.core.fragments import Fragment, Piece
-from diloco_cli.core.guard import ENOUGH, WINDOW, Norms, inspect
+from diloco_cli.core.guard import (
+    ENOUGH,
+    PAROLE,
+    STRIKES,
+    WINDOW,
+    Conduct,
+    Norms,
+    inspect,
+    outlier,
+    stranger,
+)
 
 TWO_TENSORS = Fragment(0, (Piece("embed", 5, 9, (4, 2), 0, True), Piece("w", 0, 4, (4,), 8)))
 USUAL = Norms((1.0,) * ENOUGH)
@@ -79,3 +89,66 @@ def test_whatever_passes_is_finite(values):
         assert np.isfinite(values).all()
     else:
         assert not (np.abs(values) <= 1e15).all()
+
+
+def after(*found: str | None) -> Conduct:
+    conduct = Conduct()
+    for unfit in found:
+        conduct = conduct.found(unfit)
+    return conduct
+
+
+def test_a_region_is_kept_out_after_several_unfit_contributions_in_a_row():
+    assert not after(*["nan"] * (STRIKES - 1)).quarantined
+    assert after(*["nan"] * STRIKES).quarantined
+    # With sound work in between it is an accident, however often.
+    assert not after(*["nan", None] * 10).quarantined
+
+
+def test_quarantine_ends_with_sound_work_in_a_row_and_says_how_much_is_missing():
+    kept = after(*["nan"] * STRIKES, *[None] * (PAROLE - 1))
+    assert kept.quarantined and "the last: nan" in kept.why and f"{PAROLE - 1} so far" in kept.why
+    assert kept.found(None) == Conduct() and Conduct().why == ""
+    back = kept.found("too long")
+    assert back.quarantined and back.sound == 0 and "the last: too long" in back.why
+
+
+def test_a_member_far_longer_than_the_others_of_its_round_is_named():
+    number, why = outlier([1.0, 1.2, 900.0, 0.9], [8.0] * 4) or (None, "")
+    assert number == 2 and "its norm is 900, that of the round's other members 1;" in why
+    assert outlier([1.0, 1.2, 15.0], [8.0] * 3) is None
+    # Of two nobody can say who is wrong, and beside nothing everything is long.
+    assert outlier([1.0, 900.0], [8.0] * 2) is None
+    assert outlier([0.0, 0.0, 1.0], [8.0] * 3) is None
+
+
+def test_many_steps_excuse_a_long_delta():
+    assert outlier([1.0, 1.0, 60.0], [1.0, 1.0, 100.0]) is None
+    assert outlier([1.0, 1.0, 60.0], [1.0, 1.0, 2.0]) is not None
+
+
+def rows(members: int, agreement: float, seed: int = 0) -> np.ndarray:
+    """Directions that share a part of this length with each other."""
+    rng = np.random.default_rng(seed)
+    common, own = rng.normal(size=20_000), rng.normal(size=(members, 20_000))
+    return (agreement * common + own).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "lie", [lambda row: -row, lambda row: np.random.default_rng(9).normal(size=row.size)]
+)
+def test_a_direction_the_others_do_not_know_is_named(lie):
+    given = rows(5, 0.3)
+    assert stranger(given, share=0.25) is None
+    given[3] = lie(given[3])
+    number, why = stranger(given, share=0.25) or (None, "")
+    assert number == 3 and "its direction agrees with the others' by" in why
+    assert stranger(given, share=0.0) is None, "only where it is asked for"
+
+
+def test_without_clear_agreement_nobody_is_a_stranger():
+    assert all(stranger(rows(6, 0.0, seed), share=0.9) is None for seed in range(20))
+    given = rows(3, 0.3)
+    given[0] *= -1
+    assert stranger(given, share=0.25) is None, "two are no majority"
+    assert stranger(np.zeros((5, 100), np.float32), share=0.25) is None

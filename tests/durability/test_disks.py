@@ -78,7 +78,7 @@ def test_a_slow_disk_makes_everyone_wait_and_a_broken_one_ends_the_server(tmp_pa
         assert "could not be made durable: Input/output error" in stage.last_words()
         stage.check()
         stage.start()
-        stage.until_accepted(4)
+        stage.url()
         stage.kill()
         stage.check()
     finally:

@@ -178,22 +178,41 @@ def test_a_download_that_failed_for_good_goes_on_later(bench, running):
         assert proxy.down_bytes - before < len(found.data) - 1_000_000
 
 
-def test_a_server_killed_in_mid_upload_gets_everything_again(carrier):
+def test_a_pull_that_breaks_off_goes_on_where_it_was(bench, running, tmp_path):
+    with linked(running, "20Mbit/20ms") as proxy, bench.server(proxy.url) as server:
+        before, done = proxy.down_bytes, []
+        pull = partial(server.weights, tmp_path / "model.safetensors")
+        thread = threading.Thread(target=_note, args=(done, pull))
+        thread.start()
+        proxy.wait_until(lambda traffic: traffic.down_arrived > before + 2_500_000)
+        proxy.reset_all()
+        thread.join(60)
+        assert done[0]["run"] == bench.run
+        size = (tmp_path / "model.safetensors").stat().st_size
+        assert size > 4 * VALUES and proxy.down_bytes - before < size + 1_000_000
+
+
+def test_a_server_killed_in_mid_upload_gets_only_what_it_does_not_have(carrier):
     with stage(VALUES) as running:
         bench = Bench(running, carrier=carrier)
         patient = Retry(tries=40, first=0.1, most=0.3)
+        few: dict[str, Any] = {"lanes": 1, "part_bytes": 300_000}
         with (
             linked(running, "40Mbit/10ms") as proxy,
-            bench.server(proxy.url, retry=patient) as server,
+            bench.server(proxy.url, retry=patient, **few) as server,
         ):
             done: list[Any] = []
+            before = proxy.up_bytes
             thread = threading.Thread(target=_note, args=(done, lambda: bench.submit(server)))
             thread.start()
-            proxy.wait_until(lambda traffic: traffic.up_arrived > 1_800_000)
+            proxy.wait_until(lambda traffic: traffic.up_arrived > 2_800_000)
             running.restart()
             thread.join(60)
-        assert done[0].fate == "pending"
+            assert done[0].fate == "pending"
+            # Not more than what was on the way, twice: once for each part that broke.
+            assert proxy.up_bytes - before < len(bench.data) + 1_300_000
         assert bench.kept() == {bench.name}
+        assert list((running.folder / "server" / "parts").iterdir()) == []
 
 
 def test_a_frame_longer_than_its_fragment_is_refused_before_it_is_read(bench, running):

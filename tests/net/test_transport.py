@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import httpx
 import pytest
+from leaving import leaving
 
 from diloco_cli.errors import LinkError, SpecError, WireError
 from diloco_cli.net.refusal import Gone, read
@@ -208,6 +209,23 @@ def test_a_server_that_was_restarted_is_found_again(restarted, patience, bulk, c
     restarted.will("GET /a", 200, b"after").will("GET /a", 200, b"after")
     assert link.call("GET", "/a", everything) == b"after"
     link.close()
+
+
+@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
+@pytest.mark.parametrize("manner", ["finish", "drop"])
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_goodbye_in_mid_transfer_is_survived(patience, bulk, carrier, manner, direction):
+    """A server that shuts down sends GOAWAY; what it no longer finishes is begun again."""
+    body = BIG if direction == "down" else b"fine"
+    with leaving(manner, body=body, after=1_000_000) as server:
+        link = Link(server.url, bulk=bulk, carrier=carrier, stop=patience)
+        for _ in range(2):
+            sent = BIG if direction == "up" else None
+            assert link.call("PUT", "/x", everything, body=sent, seconds=30) == body
+        link.close()
+        assert server.left.is_set() and server.connections >= 2
+        assert server.received[-2:] == [len(BIG) if direction == "up" else 0] * 2
+        assert len(patience.pauses) <= 2
 
 
 def test_pauses_double_up_to_a_limit_and_are_never_quite_the_same():

@@ -27,6 +27,7 @@ from diloco_cli.server import commit, intake
 from diloco_cli.server.api import CALLS
 from diloco_cli.server.app import make_app
 from diloco_cli.server.durable import DiskFull
+from diloco_cli.server.receiving import LINGER_BYTES
 from diloco_cli.server.tail import tail
 from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.frame import most_bytes, open_frame, pack, read_chain
@@ -163,7 +164,7 @@ async def test_long_json_is_413_before_it_is_read(tmp_path):
 
         async def endless() -> AsyncIterator[bytes]:
             for _ in range(1000):
-                yield b" " * 1000
+                yield b" " * 100_000
             raise AssertionError("read to the end")
 
         answer = await client.post("/v1/regions/paris/join", content=endless())
@@ -185,10 +186,10 @@ async def test_a_body_longer_than_the_fragment_allows_is_413(tmp_path):
                 yield b"x" * (1 << 16)
 
         answer = await put(client, endless(), path=path)
-        assert answer.status_code == 413 and limit < read < limit + (1 << 18)
+        assert answer.status_code == 413 and limit < read < limit + LINGER_BYTES + (1 << 18)
         read = 0
         answer = await put(client, endless(), path=path, length=limit + 1)
-        assert answer.status_code == 413 and read <= 1 << 16
+        assert answer.status_code == 413 and read <= LINGER_BYTES + (1 << 16)
         assert list((tmp_path / "server" / "payloads").iterdir()) == []
 
 
@@ -424,7 +425,7 @@ async def test_a_payload_that_one_answer_gives_up_stays_for_the_other(tmp_path, 
 async def test_nothing_is_accepted_unseen_although_its_way_became_free(tmp_path, monkeypatch):
     async with served(tmp_path) as (bench, client):
         await bench.join()
-        bench.state.norms[0] = Norms((0.1,) * 8)
+        bench.state.ledger.slots[0].norms = Norms((0.1,) * 8)
         paris, loop = bench.regions["paris"], asyncio.get_running_loop()
         assert (await put(client, paris.frame(0))).status_code == 201
         bench.state.record("closed", fragment=0, version=0, members=["paris"], drain=False)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from rig import NAMES, Bench, Region, in_a_loop, make_recipe, make_spec, receipt_of
 
-from diloco_cli.core.rounds import Accept, Fenced, Foreign, Recorded, Refused, Returned
+from diloco_cli.core.guard import ENOUGH, PAROLE, STRIKES
+from diloco_cli.core.rounds import Accept, Fenced, Foreign, Receipt, Recorded, Refused, Returned
 from diloco_cli.server.denied import Denied
+from diloco_cli.server.status import status
 
 
 @in_a_loop
@@ -99,6 +102,97 @@ async def test_a_heartbeat_revives_a_lease_of_the_same_epoch(tmp_path):
     await bench.beat("paris")
     assert bench.state.live() == {"paris"}
     assert ("revived", {"region": "paris", "silent_seconds": 11.0}) in bench.noted
+
+
+@in_a_loop
+async def test_a_region_with_other_bits_than_were_published_is_told(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join("paris")
+    true = {n: one.digest for n, one in enumerate(bench.state.weights.newest)}
+
+    def holds(version: int, digest: str) -> dict:
+        right = {"version": 0, "digest": true[1]}
+        return {0: {"version": version, "digest": digest}, 1: right}
+
+    assert (await bench.beat("paris", images=holds(0, true[0]))).mend == {}
+    assert (await bench.beat("paris", images=holds(0, "f" * 64))).mend == {0: "f" * 64}
+    # Of another version than the newest nothing is known here, and it will be replaced anyway.
+    assert (await bench.beat("paris", images=holds(9, "f" * 64))).mend == {}
+    assert (await bench.beat("paris", images={7: {"version": 0, "digest": "f" * 64}})).mend == {}
+    assert status(bench.server, "")["regions"][1]["mended"] == 0
+    await bench.beat("paris", mended=2)
+    assert status(bench.server, "")["regions"][1]["mended"] == 2
+
+
+async def spoil(bench: Bench, name: str, times: int) -> None:
+    """Lets a region send work that is found unfit."""
+    for _ in range(times):
+        data = bench.regions[name].frame(0)
+        receipt = receipt_of(data)
+        await bench.server.submit(receipt, epoch=bench.regions[name].epoch, unfit="its norm is 1e9")
+
+
+@in_a_loop
+async def test_a_region_whose_work_is_unfit_again_and_again_is_kept_out_and_said_so(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.call(0)
+    await spoil(bench, "tokyo", STRIKES - 1)
+    assert bench.state.live() == {"iowa", "paris", "tokyo"}
+    await spoil(bench, "tokyo", 1)
+    bench.restart()  # It is on record.
+    for name in NAMES:
+        await bench.beat(name)
+    assert bench.state.live() == {"iowa", "paris"}
+    tokyo = status(bench.server, "")["regions"][2]
+    assert tokyo["quarantined"] and tokyo["alive"]
+    assert "in quarantine after 3 unfit" in tokyo["why"] and "its norm is 1e9" in tokyo["why"]
+    # The round closes without it as soon as the others are in, before the window of grace ends.
+    await bench.send("iowa")
+    await bench.send("paris")
+    await bench.settle()
+    assert bench.state.ledger.slots[0].members == ("iowa", "paris")
+
+
+@in_a_loop
+async def test_a_region_that_was_repaired_is_let_in_again(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.call(0)
+    await spoil(bench, "tokyo", STRIKES)
+    answers = [await bench.send("tokyo") for _ in range(PAROLE)]
+    early = [answer for answer in answers[:-1] if isinstance(answer, Refused)]
+    assert len(early) == PAROLE - 1 and isinstance(answers[-1], Accept)
+    assert "in quarantine" in early[0].why
+    assert bench.state.live() == {"iowa", "paris", "tokyo"}
+
+
+@in_a_loop
+async def test_usual_norms_survive_a_restart(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    for length in range(1, ENOUGH + 1):
+        await bench.call(0)
+        data = bench.regions["paris"].frame(0)
+        bench.state.store.keep_payload(receipt_of(data).digest, data)
+        await bench.server.submit(
+            receipt_of(data), epoch=bench.regions["paris"].epoch, norm=float(length)
+        )
+        await bench.send("iowa")
+        await bench.send("tokyo")
+        await bench.settle()
+    before = bench.state.ledger.slots[0].norms
+    bench.restart()
+    assert bench.state.ledger.slots[0].norms == before and before.usual == (ENOUGH + 1) / 2
+
+
+def test_larger_batches_than_the_spec_says_count_no_more(tmp_path):
+    recipe = Bench(tmp_path).recipe
+    inner = recipe.spec.inner_of("paris")
+    per_step = inner.batch * inner.sequence
+    claim = Receipt("paris", 0, 0, 1, "0" * 64, "", 6.0 * per_step, 6.0, 100)
+    assert recipe.weight(replace(claim, tokens=7 * claim.tokens)) == recipe.weight(claim)
+    assert recipe.weight(replace(claim, tokens=claim.tokens / 2)) == recipe.weight(claim) / 4
 
 
 @in_a_loop

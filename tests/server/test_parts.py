@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -61,7 +62,9 @@ class Sender:
 
 
 def drafts(folder: Path) -> list[str]:
-    return [path.name for path in folder.rglob("*.draft")]
+    """What is on the disk of frames that are not complete."""
+    left = [*folder.rglob("*.draft"), *folder.rglob("parts/*.bytes"), *folder.rglob("parts/*.have")]
+    return sorted(path.suffix for path in left)
 
 
 @asynccontextmanager
@@ -129,7 +132,7 @@ async def test_a_part_that_was_changed_on_its_way_does_not_count(tmp_path):
         sender = Sender(client, bench.regions["paris"].frame(0))
         answer = await sender.part(0, 100, digest="crc32:00000000")
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "damaged"
-        assert (await sender.have())["have"] == []
+        assert (await sender.have())["have"] == [] and drafts(tmp_path) == []
 
 
 @in_a_loop
@@ -162,7 +165,7 @@ async def test_a_newer_frame_takes_the_place_of_an_older_one_and_not_the_reverse
         older, newer = (Sender(client, region.frame(0)) for _ in range(2))
         await older.part(0, 100)
         assert (await newer.part(0, 50)).status_code == 200
-        assert len(drafts(tmp_path)) == 1 and (await older.have())["have"] == []
+        assert drafts(tmp_path) == [".bytes", ".have"] and (await older.have())["have"] == []
         late = await older.part(100, 200)
         assert late.status_code == 409 and "on its way" in late.json()["error"]["message"]
         assert (await newer.have())["have"] == [[0, 50]]
@@ -242,19 +245,99 @@ async def test_a_full_disk_is_507_and_costs_nothing_that_was_there(tmp_path, mon
         def full(size: int = 0) -> None:
             raise DiskFull("There is no room.")
 
-        monkeypatch.setattr(bench.state.store, "draft_payload", full)
+        monkeypatch.setattr(bench.state.store, "parts_folder", full)
         assert (await newer.part(0, 100)).status_code == 507
         assert (await older.have())["have"] == [[0, 100]]
 
 
+@asynccontextmanager
+async def served_again(bench: Bench, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """The same run after its server was killed and started once more."""
+    kill_server(bench.server)
+    bench.server = open_server(folder)
+    app = make_app(bench.server, events=folder / "events.jsonl", url=lambda: "http://here")
+    headers = {RUN_HEADER: bench.run, WIRE_HEADER: "1"}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://here", headers=headers
+    ) as client:
+        yield client
+
+
 @in_a_loop
-async def test_what_a_dead_server_left_is_removed_at_the_next_start(tmp_path):
+async def test_what_a_dead_server_had_is_there_at_the_next_start(tmp_path):
     async with served(tmp_path) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         await sender.part(0, 100)
-        assert len(drafts(tmp_path)) == 1
-        kill_server(bench.server)
-        reopened = open_server(tmp_path)
-        assert drafts(tmp_path) == []
-        await close_server(reopened)
-        bench.server = reopened
+        await sender.part(150, 200)
+        async with served_again(bench, tmp_path) as sender.client:
+            assert (await sender.have())["have"] == [[0, 100], [150, 200]]
+            await sender.part(100, 150)
+            await sender.part(200, len(sender.data))
+            assert (await sender.complete()).status_code == 201
+            assert bench.state.store.payload(sender.frame) == sender.data
+            assert drafts(tmp_path) == []
+
+
+@in_a_loop
+async def test_only_the_newest_frame_of_each_fragment_is_taken_up_again(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        region = bench.regions["paris"]
+        older, newer = (Sender(client, region.frame(0)) for _ in range(2))
+        await older.part(0, 100)
+        left = {path: path.read_bytes() for path in (tmp_path / "server" / "parts").iterdir()}
+        await newer.part(0, 50)
+        for path, data in left.items():  # As if the server had died while it dropped them.
+            path.write_bytes(data)
+        async with served_again(bench, tmp_path) as newer.client:
+            assert (await newer.have())["have"] == [[0, 50]]
+            assert drafts(tmp_path) == [".bytes", ".have"]
+
+
+@in_a_loop
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda bytes_, have: have.write_bytes(b""),
+        lambda bytes_, have: have.write_bytes(have.read_bytes()[:-5]),
+        lambda bytes_, have: have.write_bytes(have.read_bytes().replace(b"100", b"999999999")),
+        lambda bytes_, have: have.write_bytes(
+            have.read_bytes().replace(b"[[0,100]]", b"[[50,100],[0,60]]")
+        ),
+        lambda bytes_, have: have.unlink(),
+        lambda bytes_, have: bytes_.unlink(),
+        lambda bytes_, have: bytes_.write_bytes(b"short"),
+        lambda bytes_, have: os.utime(bytes_, (1, 1)),
+    ],
+    ids=[
+        "empty list",
+        "cut list",
+        "long list",
+        "odd list",
+        "no list",
+        "no bytes",
+        "cut bytes",
+        "forgotten",
+    ],
+)
+async def test_parts_that_are_damaged_or_forgotten_are_swept_at_the_start(tmp_path, damage):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        await sender.part(0, 100)
+        have, bytes_ = sorted((tmp_path / "server" / "parts").iterdir())[::-1]
+        damage(bytes_, have)
+        async with served_again(bench, tmp_path) as sender.client:
+            assert (await sender.have())["have"] == [] and drafts(tmp_path) == []
+            await sender.part(0, len(sender.data))
+            assert (await sender.complete()).status_code == 201
+
+
+@in_a_loop
+async def test_what_nobody_goes_on_with_makes_room_for_others(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        gone = Sender(client, bench.regions["tokyo"].frame(0))
+        await gone.part(0, 100)
+        (data,) = (tmp_path / "server" / "parts").glob("*.bytes")
+        os.utime(data, (1, 1))
+        await Sender(client, bench.regions["paris"].frame(0)).part(0, 100)
+        assert not data.exists() and (await gone.have())["have"] == []

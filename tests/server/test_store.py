@@ -13,6 +13,7 @@ import pytest
 from diloco_cli import disk
 from diloco_cli.errors import StoreError
 from diloco_cli.server.durable import DiskFull, keep_bytes
+from diloco_cli.server.journal import Journal
 from diloco_cli.server.store import FragmentState, stores
 
 DIGEST = "a" * 64
@@ -102,6 +103,26 @@ def test_drafts_of_a_crash_are_removed_at_the_next_start(tmp_path):
     opened(tmp_path).close()
     assert files(tmp_path / "server" / "payloads") == []
     assert files(tmp_path / "server" / "fragments") == ["0/v00000001.delta", "0/v00000001.state"]
+
+
+def test_names_that_a_killed_server_did_not_flush_are_flushed_at_the_next_start(
+    tmp_path, monkeypatch
+):
+    """Seen before it is durable, a folder would be relied on, and gone with the power."""
+    folder = tmp_path / "server"
+    (folder / "fragments" / "0").mkdir(parents=True)
+    (folder / "payloads").mkdir()
+    Journal.create(folder / "journal", run="r").close()
+    flushed, real = set(), os.fsync
+
+    def fsync(handle: int) -> None:
+        flushed.add(os.readlink(f"/proc/self/fd/{handle}"))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    opened(tmp_path).close()
+    below = {str(path) for path in folder.rglob("*") if path.is_dir()}
+    assert {str(tmp_path), str(folder), *below} <= flushed
 
 
 def test_the_address_is_gone_once_the_server_is(tmp_path):

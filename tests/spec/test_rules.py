@@ -129,6 +129,29 @@ def test_an_open_address_is_refused_until_there_are_credentials(listen: str):
     assert "ssh -N -L 7350:127.0.0.1:7350" in (found.hint or "")
 
 
+@pytest.mark.parametrize(
+    "text, bits", [("50Mbit", 50e6), ("1.5Gbit/s", 1.5e9), ("800 kbit", 8e5), ("1bit", 1.0)]
+)
+def test_a_rate_limit_is_in_bits_a_second(text: str, bits: float):
+    assert loaded(GOOD, f"wire.rate_limit={text}").wire.bits_per_second == bits
+
+
+@pytest.mark.parametrize(
+    "text, meant",
+    [("50mbit", "50Mbit"), ("50MB", "50Mbit"), ("50Mbps", "50Mbit"), ("2GBIT/s", "2Gbit")],
+)
+def test_what_is_nearly_a_rate_is_refused_with_what_was_meant(text: str, meant: str):
+    found = the_problem(GOOD, f"wire.rate_limit={text}")
+    assert "wire.rate_limit" in str(found) and "is no rate" in found.message
+    assert f"Did you mean `{meant}`?" in (found.hint or "")
+
+
+@pytest.mark.parametrize("text", ["50", "0Mbit", "-5Mbit", "fast", "1e400Gbit", "''", "nanMbit"])
+def test_what_is_no_rate_is_refused_with_an_example(text: str):
+    found = the_problem(GOOD, f"wire.rate_limit={text}")
+    assert "is no rate" in found.message and "50Mbit" in (found.hint or "")
+
+
 @pytest.mark.parametrize("key", ["export", "chaos"])
 def test_reserved_keys_must_stay_empty(key: str):
     assert problems(GOOD + f"{key}: {{}}\n") == []

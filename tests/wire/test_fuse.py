@@ -9,6 +9,7 @@ from forge import delta, header
 from diloco_cli.core.fragments import Fragment, Piece
 from diloco_cli.core.merge import Mean, MergeRule, Radial
 from diloco_cli.core.outer import Nesterov, OuterOptimiser, Sgd, outer_step
+from diloco_cli.core.robust import Clipped, Median, Trimmed
 from diloco_cli.errors import WireError
 from diloco_cli.wire.chunks import CHUNK
 from diloco_cli.wire.codec import codecs
@@ -86,6 +87,29 @@ def test_plain_means_are_the_same_to_the_bit(codec, optimiser):
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("rule", [Trimmed(), Median()], ids=["trimmed", "median"])
+@pytest.mark.parametrize("count", [2, 5])
+def test_rules_by_column_are_the_same_to_the_bit(rule, count):
+    given, how, before = members(count, {"kind": "int4"}), method(rule), state()
+    outcome = fuse(how, fragment(), given, before)
+    theta, momentum, _ = straightforward(how, given, before)
+    np.testing.assert_array_equal(outcome.theta, theta)
+    np.testing.assert_array_equal(outcome.momentum, momentum)
+
+
+@pytest.mark.parametrize("codec", [{"kind": "int4"}, {"kind": "int8"}], ids=str)
+def test_clipping_goes_by_the_length_of_the_whole_fragment(codec):
+    given, how, before = members(3, codec), method(Clipped()), state()
+    long = open_frame(pack(given[2][1].header, 50 * given[2][1].values()))
+    given[2] = (given[2][0], long)
+    outcome = fuse(how, fragment(), given, before)
+    theta, momentum, _ = straightforward(how, given, before)
+    np.testing.assert_allclose(outcome.theta, theta, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(outcome.momentum, momentum, rtol=3e-7, atol=1e-9)
+    loose, *_ = straightforward(method(Clipped(most=100)), given, before)
+    assert np.abs(loose - theta).max() > 1e-3, "the long member is clipped"
+
+
 @pytest.mark.parametrize(
     "count, codec",
     [
@@ -159,7 +183,7 @@ def test_where_directions_cancel_the_deltas_are_added_up_after_all():
     np.testing.assert_allclose(outcome.momentum, momentum, rtol=3e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("rule", [Mean(), Radial()], ids=["mean", "radial"])
+@pytest.mark.parametrize("rule", [Mean(), Radial(), Median(), Clipped()], ids=str)
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_member_that_does_not_decode_is_named(rule, count):
     given = members(count, {"kind": "int4"})
@@ -182,10 +206,11 @@ def test_weights_that_would_not_be_finite_are_not_made(place):
 
 
 def test_rules_of_others_are_merged_elsewhere():
-    class Median(Mean):
+    class Others(Mean):
         pass
 
-    assert fusible(Mean()) and fusible(Radial()) and not fusible(Median())
+    assert all(map(fusible, (Mean(), Radial(), Trimmed(), Median(), Clipped())))
+    assert not fusible(Others())
 
 
 def test_a_round_needs_members():

@@ -33,7 +33,7 @@ class Counter:
         self.pruned = False
         self.lies = False
         self.n = 1
-        self.flags: dict[str, bool] = {}
+        self.flags: dict[str, Any] = {}
         self.fates: dict[int, dict[str, str]] = {}
         self.join: Callable[[str, int], int] = lambda owner, boot: 1
         self.decide: Callable[[Frame], Answer] = lambda frame: Answer(fate="pending")
@@ -53,7 +53,7 @@ class Counter:
             self.n += 1
             self.change.notify_all()
 
-    def tell(self, **flags: bool) -> None:
+    def tell(self, **flags: Any) -> None:
         with self.change:
             self.flags.update(flags)
             self.n += 1

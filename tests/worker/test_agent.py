@@ -56,6 +56,14 @@ def agent(tmp_path, counter, said):
         one.ended()
 
 
+def test_its_uploads_keep_to_the_rate_limit_of_the_spec(tmp_path):
+    agent = Agent("paris", tmp_path, "http://x", TERMS, Bell(), argv=[], rate_limit=8e6)
+    with agent.connect() as server:
+        bucket = server.lane(1)._bucket
+        assert bucket is not None and bucket.bytes_per_second == 1e6
+        assert bucket is server.lane(0)._bucket, "all connections share one"
+
+
 class Running:
     """An agent in a thread."""
 

@@ -8,7 +8,7 @@ from counter import LAYOUT, SIZE, Counter
 
 from diloco_cli.net.client import Fenced
 from diloco_cli.observe.events import EventLog, read_events
-from diloco_cli.wire.frame import Header, pack
+from diloco_cli.wire.frame import Header, pack, vector_digest
 from diloco_cli.wire.messages import Answer, Joined
 from diloco_cli.worker.courier import Courier
 from diloco_cli.worker.images import bring_up
@@ -33,19 +33,32 @@ def said():
 
 
 @pytest.fixture
-def courier(mailbox, counter, tmp_path, said):
-    made = Courier(
-        mailbox,
-        "paris",
-        Joined.model_validate({**counter.news(), "epoch": 1, "high": 5}),
-        connect=counter.connect,
-        events=EventLog(tmp_path / "events.jsonl", "paris"),
-        say=said.append,
-        on_mail=lambda: None,
-        on_change=lambda: None,
-    )
-    yield made
-    made.close()
+def courier_of(mailbox, counter, tmp_path, said):
+    """Makes a courier of the mailbox as it is by then."""
+    made = []
+
+    def make() -> Courier:
+        courier = Courier(
+            mailbox,
+            "paris",
+            Joined.model_validate({**counter.news(), "epoch": 1, "high": 5}),
+            connect=counter.connect,
+            events=EventLog(tmp_path / "events.jsonl", "paris"),
+            say=said.append,
+            on_mail=lambda: None,
+            on_change=lambda: None,
+        )
+        made.append(courier)
+        return courier
+
+    yield make
+    for courier in made:
+        courier.close()
+
+
+@pytest.fixture
+def courier(courier_of):
+    return courier_of()
 
 
 def write_frame(mailbox, clock=7, fragment=0):
@@ -95,12 +108,44 @@ def test_deltas_that_do_not_add_up_are_replaced_by_the_whole(courier, counter, m
     counter.wait_for(lambda: any("do not add up" in line for line in said))
 
 
+def test_an_image_that_the_disk_has_changed_is_fetched_whole_and_counted(
+    mailbox, counter, courier_of, said
+):
+    wrong = Image(0, {}, vector_digest(counter.weights[0][0]), counter.weights[0][0] + 1)
+    mailbox.write_image(0, wrong)
+    courier = courier_of()
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    np.testing.assert_array_equal(mailbox.image(0).weights, counter.weights[0][0])
+    counter.wait_for(lambda: counter.heartbeats and counter.heartbeats[-1].mended == 1)
+    assert any("damaged on disk" in line for line in said)
+
+
+def test_bits_that_the_server_did_not_publish_are_replaced_once(courier, counter, mailbox, said):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    counter.wait_for(lambda: len(counter.heartbeats[-1].images) == 2)
+    held = counter.heartbeats[-1].images
+    assert held[0].digest == vector_digest(counter.weights[0][0]) and held[0].version == 0
+    # A server of another history: the same version, other weights.
+    counter.weights[0][0] = counter.weights[0][0] + 1
+    counter.tell(mend={0: held[0].digest})
+    counter.wait_for(lambda: counter.heartbeats[-1].mended == 1)
+    np.testing.assert_array_equal(mailbox.image(0).weights, counter.weights[0][0])
+    # The same word, heard again before the next heartbeat, is about what is gone.
+    counter.tell(mend={0: held[0].digest})
+    counter.publish(1)
+    counter.wait_for(lambda: mailbox.image_version(1) == 1)
+    assert counter.asked.count("whole 0 0") == 2 and counter.heartbeats[-1].mended == 1
+    assert any("not the server's" in line for line in said)
+
+
 def test_what_the_server_has_pruned_is_fetched_as_its_newest_version(counter):
     counter.pruned = True
     counter.publish(0)
     counter.publish(0)
     image, why = bring_up(counter.connect(), 0, Image(0, {}, "", counter.weights[0][0]), 1)
-    assert image.version == 2 and "no longer has the deltas" in why
+    assert image.version == 2 and "no longer there" in why
     np.testing.assert_array_equal(image.weights, counter.weights[0][2])
 
 

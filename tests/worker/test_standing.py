@@ -8,6 +8,7 @@ from stage import again, honest, local, post, save, steps, until
 
 from diloco_cli.core.delta import Totals, Work
 from diloco_cli.errors import StoreError
+from diloco_cli.worker import resume
 from diloco_cli.worker.mailbox import Identity
 
 TOKENS = 2 * 16
@@ -154,7 +155,8 @@ def test_a_folder_under_a_new_name_begins_its_books_with_what_it_still_holds(pla
         assert new.pending == old.pending
         assert new.totals == Totals(trained=old.pending), "the old account has the rest"
     assert honest(revived)
-    # Once: what is trained and merged under the new name stays on its account.
+    # Once, and before anything is posted under the new name.
+    assert resume.load(stage.mailbox.checkpoint).meta["owner"] == "another name"
     steps(revived, 1)
     save(revived)
     trained = [book.totals.trained for book in revived.own.books]

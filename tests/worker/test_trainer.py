@@ -129,6 +129,17 @@ def test_a_version_without_our_frame_leaves_it_in_flight_and_keeps_the_work(play
     np.testing.assert_allclose(local(trainer, 0), stage.published[0] - held, atol=1e-6)
 
 
+def test_a_mended_image_moves_the_anchor_and_keeps_the_work(play):
+    stage, trainer = play()
+    steps(trainer, 2)
+    held = trainer.own.held(0)
+    stage.published[0] = stage.published[0] + np.float32(0.25)
+    stage.publish(0)
+    until(trainer, lambda: np.array_equal(trainer.own.anchors[0], stage.published[0]))
+    np.testing.assert_allclose(trainer.own.held(0), held, atol=1e-6)
+    assert trainer.own.books[0].version == 0 and honest(trainer)
+
+
 def test_adopting_keeps_the_inner_optimiser(play):
     stage, trainer = play()
     steps(trainer, 2)
@@ -214,7 +225,24 @@ def test_weights_that_are_not_finite_are_never_posted(play):
     notes = [
         e.fields["why"] for e in read_events(stage.folder / "events.jsonl") if e.kind == "note"
     ]
-    assert "only finite numbers travel" in notes[-1]
+    assert f"of region {trainer.task.region} has the value nan at step " in notes[-1]
+    assert "lower the learning rate" in notes[-1]
+
+
+def test_the_tensor_that_cannot_be_sent_is_named(play):
+    stage, trainer = play()
+    steps(trainer, 2)
+    fragment = trainer.task.layout.fragments[0]
+    piece = fragment.pieces[-1]
+    whole = trainer.own.params[piece.tensor].at[piece.start].set(np.inf)
+    trainer.own.params = {**trainer.own.params, piece.tensor: whole}
+    stage.tell({0: 0})
+    until(trainer, lambda: trainer.own.books[0].totals.refused > 0)
+    notes = [
+        e.fields["why"] for e in read_events(stage.folder / "events.jsonl") if e.kind == "note"
+    ]
+    where = f"{piece.tensor} (rows {piece.start}:{piece.stop}) of region {trainer.task.region}"
+    assert f"{where} has the value -inf at step 2, so fragment 0 was not sent" in notes[-1]
 
 
 def test_a_sound_frame_in_flight_survives_what_went_bad_after_it(play):

@@ -1,0 +1,148 @@
+"""Plays the server's bad days, as many as there is patience for.
+
+    python -m tests.dst.explore --seeds 10000
+    python -m tests.dst.explore --from 4711 --trace             replay one run, every step
+    python -m tests.dst.explore --every-step                    die at each step of the disk
+    python -m tests.dst.explore --seeds 200 --bug published-twice
+    python -m tests.dst.explore --bugs                          find every planted defect
+
+Ends with 1 if a promise was broken, and says which run to replay. A replay in another
+process is the same to the letter: sets and dictionaries are iterated in a fixed order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from .bugs import BUGS, planted
+from .play import Outcome, play
+from .setting import swept
+
+PATIENCE = 600
+"""Seeds within which a planted defect must be found."""
+
+SWEPT = 160
+"""Steps of the disk that the fixed run takes at least."""
+
+SHOWN = (
+    *("kills", "power cuts", "SIGTERM", "failed", "stopped", "EIO", "ENOSPC"),
+    *("lost", "reply lost", "twice", "cut", "gone", "fenced"),
+    *("restart", "pause", "rival", "restore", "lose", "leave", "stop", "clock"),
+)
+
+
+def attempt(seed: int, bug: str | None = None) -> Outcome:
+    with planted(bug):
+        return play(seed)
+
+
+def find(bug: str, patience: int = PATIENCE, start: int = 0) -> Outcome | None:
+    """The first run in which a planted defect shows."""
+    for seed in range(start, start + patience):
+        outcome = attempt(seed, bug)
+        if outcome.problem:
+            return outcome
+    return None
+
+
+class Table:
+    def __init__(self, total: int) -> None:
+        self.total, self.runs, self.broken = total, 0, 0
+        self.sums: Counter[str] = Counter()
+        self.seconds, self.events = 0.0, 0
+        self.began = time.monotonic()
+
+    def add(self, how: str, outcome: Outcome) -> None:
+        self.runs += 1
+        self.sums.update(outcome.count)
+        self.seconds += outcome.seconds
+        self.events += outcome.events
+        if outcome.problem:
+            self.broken += 1
+            print(f"{outcome.problem.rstrip()}\n    replay: {how} --trace", flush=True)
+        if self.runs % 100 == 0:
+            print(f"… {self.line()}", file=sys.stderr, flush=True)
+
+    def line(self) -> str:
+        took = time.monotonic() - self.began
+        return f"{self.runs} of {self.total} runs, {self.broken} broken, {took:.0f} s"
+
+    def print(self) -> None:
+        print(
+            f"{self.line()}; {self.seconds / 3600:.1f} virtual hours, {self.events} events, "
+            f"{self.sums['acknowledged']} frames acknowledged, {self.sums['versions']} versions"
+        )
+        print(", ".join(f"{self.sums[kind]} × {kind}" for kind in SHOWN))
+
+
+def _command(*arguments: object) -> str:
+    return " ".join(("python -m tests.dst.explore", *map(str, arguments)))
+
+
+def random_runs(start: int, count: int, bug: str | None, *, trace: bool) -> int:
+    table = Table(count)
+    more = ("--bug", bug) if bug else ()
+    for seed in range(start, start + count):
+        outcome = attempt(seed, bug)
+        if trace:
+            print("\n".join(outcome.trace))
+        table.add(_command("--from", seed, *more), outcome)
+    table.print()
+    return table.broken
+
+
+def every_step(start: int, count: int, *, trace: bool) -> int:
+    """Kills the server, or cuts its power, at each step; the power goes again a little later."""
+    table = Table(2 * count)
+    for step in range(start, start + count):
+        for power in (False, True):
+            outcome = play(step, swept(step, power=power))
+            if trace:
+                print("\n".join(outcome.trace))
+            table.add(_command("--every-step --seeds 1 --from", step), outcome)
+    table.print()
+    return table.broken
+
+
+def planted_bugs() -> int:
+    missed = 0
+    for bug, about in BUGS.items():
+        found = find(bug)
+        missed += found is None
+        if found is None:
+            print(f"{bug:24} NOT FOUND in {PATIENCE} seeds ({about.says})", flush=True)
+            continue
+        again = attempt(found.seed, bug)
+        same = "replays" if again.trace == found.trace else "DOES NOT REPLAY"
+        missed += same != "replays"
+        why = found.problem.strip().splitlines()[-1][:70]
+        print(f"{bug:24} seed {found.seed:<4} {same}: {why}", flush=True)
+    return missed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.dst.explore")
+    parser.add_argument("--seeds", type=int, help="how many runs")
+    parser.add_argument("--from", type=int, default=0, dest="start", help="first seed")
+    parser.add_argument("--trace", action="store_true", help="print every step")
+    parser.add_argument("--bug", choices=sorted(BUGS), metavar="NAME", help="see bugs.py")
+    parser.add_argument("--bugs", action="store_true", help="find every planted defect")
+    parser.add_argument("--every-step", action="store_true")
+    asked = parser.parse_args(arguments)
+    if asked.bugs:
+        return int(planted_bugs() > 0)
+    if asked.every_step:
+        return int(every_step(max(1, asked.start), asked.seeds or SWEPT, trace=asked.trace) > 0)
+    return int(random_runs(asked.start, asked.seeds or 1, asked.bug, trace=asked.trace) > 0)
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "tests.dst.explore", *sys.argv[1:]])
+    sys.exit(main())
