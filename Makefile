@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint model dst poison fuzz schema bench docs clean
+.PHONY: install demo test lint model dst killloop powercut poison fuzz schema bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -36,6 +36,12 @@ dst: install                     ## the real server on simulated bad days: make 
 	$(BIN)/python -m tests.dst.explore --bugs
 	$(BIN)/python -m tests.dst.explore --every-step
 	$(BIN)/python -m tests.dst.explore --seeds $(SEEDS) --from $(FROM)
+
+killloop: install                ## 1,000 SIGKILLs of a server under load; goes on where it stopped
+	nice -n 10 $(BIN)/python -m tests.durability.killloop --kills 1000 --results build/killloop.jsonl
+
+powercut: install                ## 200 power cuts of a server's disk; needs root
+	nice -n 10 $(BIN)/python -m tests.durability.powercut --cuts 200
 
 fuzz: install                    ## a million bad inputs for each decoder and engine
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[fuzz]'

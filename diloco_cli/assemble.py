@@ -24,6 +24,7 @@ from diloco_cli.core.outer import OuterOptimiser, outer_optimisers
 from diloco_cli.core.robust import merge_rules
 from diloco_cli.errors import RegistryError
 from diloco_cli.registry import Registry
+from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import stores
 from diloco_cli.spec.load import Loaded, load_spec
 from diloco_cli.spec.resolved import resolved
@@ -86,6 +87,19 @@ def resolve(spec: RunSpec) -> Parts:
         codecs.build(spec.wire.down),
         merge_rules.build(spec.merge),
         outer_optimisers.build(spec.outer),
+    )
+
+
+def recipe_of(spec: RunSpec, parts: Parts) -> Recipe:
+    """Makes what a server needs apart from its folder."""
+    return Recipe(
+        spec=spec,
+        layout=parts.layout,
+        up=parts.up,
+        merge=parts.merge,
+        outer=parts.outer,
+        spec_digest=shared_digest(spec),
+        settings=shared_settings(spec),
     )
 
 

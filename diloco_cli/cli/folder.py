@@ -141,7 +141,8 @@ def refuse_foreign(folder: Path) -> None:
         return
     found = sorted(path.name for path in folder.iterdir())
     # A start that was killed early leaves no more than these; a disk's own folder is nobody's.
-    others = [name for name in found if name not in EARLY and not name.startswith(RESOLVED)]
+    early = (RESOLVED, f".{RESOLVED}")
+    others = [name for name in found if name not in EARLY and not name.startswith(early)]
     if others:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise SpecError(

@@ -40,7 +40,7 @@ def write_weights(folder: Path, out: Path, *, version: int | None = None) -> dic
     )
     try:
         ledger = Ledger.empty(len(parts.layout.fragments))
-        for number, record in enumerate(records, 1):
+        for number, record in enumerate(records, store.journal.base + 1):
             ledger.apply(number, record)
         versions = [slot.version if version is None else version for slot in ledger.slots]
         for fragment, wanted in zip(parts.layout.fragments, versions, strict=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco_cli.cli import visit
+from diloco_cli.cli import keep, visit
 from diloco_cli.cli.author import Overrides, SpecFile
 from diloco_cli.cli.credential import CertsOption, for_region
 
@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
     app.command()(work)
     app.command(hidden=True)(trainer)
     visit.register(app)
+    keep.register(app)
 
 
 def run(
@@ -83,11 +84,12 @@ def serve(
     overrides: Overrides = None,
     folder: Folder = None,
     with_parent: WithParent = False,
+    failpoint: Annotated[str, typer.Option("--failpoint", hidden=True)] = "",
 ) -> None:
     """Run the aggregation server on this host."""
-    from diloco_cli.assemble import resolve, shared_digest, shared_settings
+    from diloco_cli import failpoints
+    from diloco_cli.assemble import recipe_of, resolve
     from diloco_cli.cli.folder import refuse_foreign, refuse_served
-    from diloco_cli.server.recipe import Recipe
     from diloco_cli.server.serve import serve as serve_run
     from diloco_cli.spec.resolved import write_resolved
 
@@ -97,16 +99,10 @@ def serve(
     refuse_served(home)
     write_resolved(spec, home)
     parts = resolve(spec)
-    recipe = Recipe(
-        spec=spec,
-        layout=parts.layout,
-        up=parts.up,
-        merge=parts.merge,
-        outer=parts.outer,
-        spec_digest=shared_digest(spec),
-        settings=shared_settings(spec),
+    failpoints.arm(failpoint)
+    code = serve_run(
+        recipe_of(spec, parts), home, lambda: parts.model.init(spec.seed), with_parent=with_parent
     )
-    code = serve_run(recipe, home, lambda: parts.model.init(spec.seed), with_parent=with_parent)
     raise typer.Exit(code)
 
 

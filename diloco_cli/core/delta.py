@@ -222,6 +222,15 @@ def settle(book: Book, version: int, merged: str, alpha: float) -> tuple[Book, M
     return abandon(replace(book, prev=merged))
 
 
+def renamed(book: Book) -> Book:
+    """The book as the first one of a folder that took a new name.
+
+    What was trained under the old name is on the old account; counting its fates once more
+    would make up tokens. What is still held came along and gets its fate under the new one.
+    """
+    return replace(book, totals=Totals(trained=book.pending))
+
+
 def abandon(book: Book) -> tuple[Book, Mix]:
     """Gives up everything unmerged and goes on from the published weights."""
     totals = replace(book.totals, discarded=book.totals.discarded + book.pending)

@@ -13,18 +13,25 @@ where the journal says. Records are plain mappings with a `kind`:
     end        why
     finished   why
     evaluated  versions loss region
+    snapshot   ledger
+
+A snapshot says what all records before it amount to, so that they can be left out.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from diloco_cli.core.guard import Conduct, Norms
 from diloco_cli.core.rounds import Decision, Receipt, Standing
 
 Record = Mapping[str, Any]
+MOST_EVALUATIONS = 512
+"""Evaluations remembered: the first, the best and the newest ones."""
+
 NEWS = frozenset({"called", "dropped", "published", "end", "finished"})
 """Kinds that regions care about; the number of the last one is what they wait after."""
 
@@ -45,10 +52,29 @@ class Slot:
     decided: dict[str, Decision] = field(default_factory=dict)
     applied: dict[str, float] = field(default_factory=dict)
     published: str = ""
-    members: tuple[str, ...] = ()
-    """Of the newest version, for display."""
+    state: str = ""
+    """Digest of everything the server keeps of the newest version; empty before the first."""
+    sources: dict[str, Receipt] = field(default_factory=dict)
+    """What the newest version was made of."""
+    drained: bool = False
+    """The newest version was made in a drain round."""
     norms: Norms = field(default_factory=Norms)
     """Of the latest accepted contributions."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Of the newest version, for display."""
+        return tuple(sorted(self.sources))
+
+    @classmethod
+    def of(cls, record: Record) -> Slot:
+        """A slot as a snapshot has it."""
+        slot = cls(**record)
+        for name in ("waiting", "closing", "sources"):
+            setattr(slot, name, {key: Receipt(**it) for key, it in getattr(slot, name).items()})
+        slot.decided = {key: Decision(**it) for key, it in record["decided"].items()}
+        slot.norms = Norms(tuple(record["norms"]["recent"]))
+        return slot
 
 
 @dataclass(slots=True)
@@ -111,6 +137,20 @@ class Ledger:
             size * sum(slot.applied.values()) for size, slot in zip(sizes, self.slots, strict=True)
         )
         return weighted / sum(sizes)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything here as plain data, for a record of kind `snapshot`."""
+        return json.loads(json.dumps(asdict(self)))
+
+    def restore(self, record: Record) -> None:
+        """Stands where a snapshot stood."""
+        for each in fields(self):
+            setattr(self, each.name, record[each.name])
+        self.slots = [Slot.of(slot) for slot in record["slots"]]
+        self.regions = {name: Member(**member) for name, member in record["regions"].items()}
+        self.evaluations = [dict(each) for each in record["evaluations"]]
+        self.refused = dict(record["refused"])
+        self.conduct = {name: Conduct(**found) for name, found in record["conduct"].items()}
 
     def apply(self, number: int, record: Record) -> None:
         kind = record["kind"]
@@ -179,10 +219,9 @@ def _published(ledger: Ledger, record: Record) -> None:
         slot.decided[region] = Decision(receipt.clock, receipt.digest, "merged")
         slot.applied[region] = slot.applied.get(region, 0.0) + receipt.tokens
         ledger.conduct[region] = ledger.conduct.get(region, Conduct()).found(None)
-    slot.members = tuple(sorted(slot.closing))
-    slot.closing = {}
+    slot.sources, slot.drained, slot.closing = slot.closing, slot.drain, {}
     slot.version, slot.phase = record["version"], "idle"
-    slot.published = record["published"]
+    slot.published, slot.state = record["published"], record.get("state", "")
     ledger.outer_steps += 1
 
 
@@ -195,7 +234,15 @@ def _finished(ledger: Ledger, record: Record) -> None:
 
 
 def _evaluated(ledger: Ledger, record: Record) -> None:
-    ledger.evaluations.append({key: record[key] for key in ("versions", "loss", "region")})
+    known = ledger.evaluations
+    known.append({key: record[key] for key in ("versions", "loss", "region")})
+    if len(known) > MOST_EVALUATIONS:
+        best = min(known, key=lambda each: each["loss"])
+        del known[2 if known[1] is best else 1]
+
+
+def _snapshot(ledger: Ledger, record: Record) -> None:
+    ledger.restore(record["ledger"])
 
 
 _HANDLERS = {
@@ -208,6 +255,7 @@ _HANDLERS = {
     "end": _end,
     "finished": _finished,
     "evaluated": _evaluated,
+    "snapshot": _snapshot,
 }
 
 

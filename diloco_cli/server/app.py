@@ -22,7 +22,7 @@ from diloco_cli.server.api import CALLS, Call
 from diloco_cli.server.audit import Audit, Watched
 from diloco_cli.server.coordinator import Coordinator, other_wire
 from diloco_cli.server.denied import HEADERS, Denied
-from diloco_cli.server.durable import DiskFull
+from diloco_cli.server.durable import DiskFull, ReadOnly
 from diloco_cli.server.keyring import Keyring
 from diloco_cli.server.limits import Quota
 from diloco_cli.server.receiving import Incoming
@@ -169,7 +169,8 @@ def _denied(error: Exception) -> Denied:
     if isinstance(error, Denied):
         return error
     if isinstance(error, DiskFull):
-        return Denied("no-room", error.message, error.hint, headers={"retry-after": "5"})
+        code = "read-only" if isinstance(error, ReadOnly) else "no-room"
+        return Denied(code, error.message, error.hint, headers={"retry-after": "5"})
     if isinstance(error, StoreError):
         return closing()
     if isinstance(error, WireError):

@@ -12,7 +12,7 @@ from typing import Any
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.server import durable
 from diloco_cli.server.durable import disk_errors
-from diloco_cli.server.journal import Journal, Notice
+from diloco_cli.server.journal import Journal, Notice, read_journal
 
 STORE = 1
 """Version of the folder's form. Older ones stay readable, newer ones are refused."""
@@ -65,7 +65,20 @@ def open_run(
     except BaseException:
         journal.close()
         raise
+    if journal.base and (not records or records[0]["kind"] != "snapshot"):
+        journal.close()
+        raise StoreError(
+            f"{path} begins with record {journal.base + 1}, which is no snapshot of those before.",
+            hint=FROM_COPY,
+        )
     return journal, records
+
+
+def check_folder(folder: Path, layout: str, spec: str) -> None:
+    """Raises unless this folder holds the run of that spec; changes nothing."""
+    run = read_journal(folder / "journal").run
+    wanted = {"store": STORE, "run": run, "layout_digest": layout, "spec_digest": spec}
+    _check_run(folder / "run.json", wanted)
 
 
 def _check_run(path: Path, wanted: dict[str, Any]) -> None:

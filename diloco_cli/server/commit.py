@@ -67,6 +67,17 @@ class Commit:
         self._start()
         await done
 
+    async def in_turn(self, work: Callable[[], None]) -> None:
+        """Does something to the journal between two flushes; only a full disk is survived."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except DiskFull:
+            raise
+        except Exception as error:
+            self.failed = error
+            self._release(error)
+            self.on_failure(error)
+
     async def close(self) -> None:
         """Flushes what is left, unless a flush has failed before."""
         if self.failed is None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from diloco_cli.core import pace, rounds
 from diloco_cli.core.rounds import Close, Receipt, Round
+from diloco_cli.failpoints import reach
 from diloco_cli.server.commit import RETRY_SECONDS
 from diloco_cli.server.durable import DiskFull
 from diloco_cli.server.merging import Spoiled, Version, next_version
@@ -37,6 +38,7 @@ class Conductor:
         self._stop_at: Seconds = 0.0
         self._merges: dict[int, asyncio.Task[None]] = {}
         self._thread = ThreadPoolExecutor(1, "merge")
+        self._compacting = False
         self._turn = asyncio.Lock()
 
     async def run(self) -> None:
@@ -162,6 +164,7 @@ class Conductor:
         weights = [state.recipe.weight(receipt) for receipt in slot.closing.values()]
         state.note("closed", **about, weights=weights, why=verdict.why)
         state.rounds[fragment] = Round()
+        reach("round.closed")
         self._merge_soon(fragment)
 
     # Merging
@@ -205,6 +208,7 @@ class Conductor:
             began = state.clock()
             result = await self._compute(fragment, receipts)
             if not isinstance(result, Spoiled):
+                reach("merge.done")
                 await self._install(fragment, *result, began=began)
         if isinstance(result, Spoiled):
             dropped = self._drop(fragment, result)
@@ -213,9 +217,8 @@ class Conductor:
             return
         number = result[0].number
         await state.commit.durable()
-        # Only now: until the version is on record, a crash computes it from these again.
-        await self._in_thread(lambda: store.drop_payloads(r.digest for r in receipts))
-        await self._in_thread(lambda: store.prune(fragment, number))
+        reach("version.published")
+        await self._tidy(fragment, number, receipts)
 
     async def _install(
         self, fragment: int, version: Version, delta: bytes, *, began: Seconds
@@ -241,6 +244,25 @@ class Conductor:
         state.averages = pace.published(state.averages, now - began)
         self._note_published(fragment, version, len(delta), now - began)
         state.wake.set()
+        reach("version.recorded")
+
+    async def _tidy(self, fragment: int, version: int, receipts: tuple[Receipt, ...]) -> None:
+        """Puts away what the new version was made of, and what nobody needs any more.
+
+        Only once it is on record: until then a crash computes it from these again.
+        """
+        state, store = self.state, self.state.store
+        await self._in_thread(
+            lambda: store.file_members(fragment, version, [each.digest for each in receipts])
+        )
+        await self._in_thread(lambda: store.prune(fragment, version))
+        if store.is_long() and not self._compacting:
+            self._compacting = True
+            try:
+                snapshot = state.snapshot()
+                await state.commit.in_turn(lambda: store.compact(snapshot))
+            finally:
+                self._compacting = False
 
     async def _compute(
         self, fragment: int, receipts: tuple[Receipt, ...]

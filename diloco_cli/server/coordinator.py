@@ -14,6 +14,7 @@ from dataclasses import asdict
 from diloco_cli.core import pace, rounds
 from diloco_cli.core.ledger import TurnedAway, admit_worker
 from diloco_cli.core.rounds import Accept, Foreign, Receipt, Recorded, Refused, Returned
+from diloco_cli.failpoints import reach
 from diloco_cli.server.conduct import Conductor
 from diloco_cli.server.denied import Denied
 from diloco_cli.server.state import Seconds
@@ -182,6 +183,7 @@ class Coordinator(Conductor):
             state.record("decided", **about, fate="returned", why=answer.why)
         self._note_answer(receipt, answer)
         await state.commit.durable()
+        reach("reply.ready")
         return answer
 
     def _kept_out(self, region: str) -> str | None:
@@ -206,7 +208,8 @@ class Coordinator(Conductor):
         return any(
             receipt.digest == digest
             for slot in self.state.ledger.slots
-            for receipt in (*slot.waiting.values(), *slot.closing.values())
+            # The newest version's own are about to be filed with it.
+            for receipt in (*slot.waiting.values(), *slot.closing.values(), *slot.sources.values())
         )
 
     def evaluator(self) -> str | None:

@@ -38,6 +38,7 @@ STATUS = {
     "failed": 500,
     "busy": 503,
     "closing": 503,
+    "read-only": 503,
     "no-room": 507,
 }
 """The HTTP status of each code."""

@@ -1,32 +1,30 @@
-"""Files that are there after a power cut, or not there at all.
+"""The server's disk: durable files, and what to say when they cannot be made.
 
-    write a draft ──▶ fsync it ──▶ rename it ──▶ fsync the folder
-
-The order must not change. Without the first fsync the new name can show an empty file,
-without the second the name itself can be lost, and a journal would speak of a file that
-is gone. Whoever reads a folder sees old files and new files, never half of one; drafts
-that a crash leaves behind are removed at the next start.
+Every error names the file, and a full disk is told from a broken one: the first is waited
+for, the second ends the server.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
+from diloco_cli import disk
+from diloco_cli.disk import sync_folder
 from diloco_cli.errors import StoreError
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-_count = itertools.count()
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What a disk says that takes nothing now and may take it later; nothing was lost then."""
 
 
 class DiskFull(StoreError):
     """There is no room now. Nothing was made visible; the same call may work later."""
+
+
+class ReadOnly(DiskFull):
+    """The disk was mounted read-only; waited for in the same way."""
 
 
 @contextmanager
@@ -35,13 +33,16 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _in_words(path, error.errno, error.strerror or str(error)) from error
-    except SafetensorError as error:  # Carries the number of the OS error in its text only.
-        number = next((each for each in FULL if f"os error {each}" in str(error)), None)
-        raise _in_words(path, number, str(error)) from error
+        what = error.filename or path
+        raise _in_words(what, error.errno, error.strerror or str(error)) from error
 
 
-def _in_words(path: Path, number: int | None, said: str) -> StoreError:
+def _in_words(path: Path | str, number: int | None, said: str) -> StoreError:
+    if number == errno.EROFS:
+        return ReadOnly(
+            f"{path} cannot be written: {said}.",
+            hint="Mount this disk for writing again; the run then goes on by itself.",
+        )
     if number in FULL:
         return DiskFull(
             f"There is no room left for {path}: {said}.",
@@ -53,65 +54,16 @@ def _in_words(path: Path, number: int | None, said: str) -> StoreError:
     )
 
 
-def write_all(handle: int, data: bytes | memoryview) -> None:
-    """Writes every byte at the current position, however many calls that takes."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(handle, left) :]
+def keep_files(writers: Mapping[Path, Callable[[Path], None]], *, steps: str = "") -> None:
+    """Makes files durable, then visible, in that order; see `disk.keep_files`."""
+    with disk_errors(next(iter(writers))):
+        disk.keep_files(writers, steps=steps)
 
 
-def write_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Writes a file that only its owner may read. Not durable yet."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        write_all(handle, data)
-    finally:
-        os.close(handle)
-
-
-def sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-sync_folder = sync_file
-"""A folder is flushed like a file: this makes the names in it durable."""
-
-
-def draft_of(path: Path) -> Path:
-    """A name beside the file that no other draft has."""
-    return path.with_name(f"{path.name}.{next(_count)}.draft")
-
-
-def keep_files(writers: Mapping[Path, Callable[[Path], None]]) -> None:
-    """Makes files of one folder durable, then visible, in that order.
-
-    Each writer fills the draft it is given. Files become visible in the order of the
-    mapping, all of them or, after a crash in between, the first ones.
-    """
-    drafts = {draft_of(path): path for path in writers}
-    try:
-        for draft, path in drafts.items():
-            with disk_errors(path):
-                writers[path](draft)
-                sync_file(draft)
-        for draft, path in drafts.items():
-            with disk_errors(path):
-                os.replace(draft, path)
-        for folder in {path.parent for path in writers}:
-            with disk_errors(folder):
-                sync_folder(folder)
-    finally:
-        for draft in drafts:
-            draft.unlink(missing_ok=True)
-
-
-def keep_bytes(path: Path, data: bytes | memoryview) -> None:
+def keep_bytes(path: Path, data: bytes | memoryview, *, steps: str = "") -> None:
     """Makes one file durable, then visible."""
-    keep_files({path: lambda draft: write_bytes(draft, data)})
+    with disk_errors(path):
+        disk.keep_bytes(path, data, steps=steps)
 
 
 def make_folder(path: Path) -> None:

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 
 import numpy as np
 
@@ -50,6 +51,7 @@ class Intake:
         self._state = coordinator.state
         self._uploads = 0
         self._arriving: Counter[str] = Counter()
+        self._locks: dict[str, asyncio.Lock] = {}
         self._parts = Parts(coordinator.state.store)
         self._deciding: dict[tuple[str, int, str], asyncio.Task[rounds.Answer]] = {}
         self._checks = ThreadPoolExecutor(1, "check")
@@ -157,28 +159,42 @@ class Intake:
         state, loop = self._state, asyncio.get_running_loop()
         fragment = state.recipe.layout.fragments[address.fragment]
         frame = await loop.run_in_executor(self._checks, self._open, address, draft)
-        receipt = _receipt(address, frame)
-        unfit, squares = None, None
-        norms = state.ledger.slots[fragment.number].norms
-        if self._would_accept(receipt, address.epoch):
-            unfit, squares = await loop.run_in_executor(
-                self._checks, examine, frame, fragment, norms, state.recipe
-            )
-        totals = dict(frame.header.totals)
-        del frame
-        length = math.sqrt(float(squares.sum())) if squares is not None else 0.0
-        if squares is not None and unfit is None:
-            state.squares[receipt.digest] = squares
-        self._arriving[receipt.digest] += 1
+        receipt, totals = _receipt(address, frame), dict(frame.header.totals)
+        async with self._alone(receipt.digest):
+            try:
+                unfit, squares = None, None
+                # If it would not be accepted, nothing comes between this look and the decision:
+                # what stood in its way may be gone soon, and nothing is accepted unseen.
+                if self._would_accept(receipt, address.epoch):
+                    norms = state.ledger.slots[fragment.number].norms
+                    unfit, squares = await loop.run_in_executor(
+                        self._checks, examine, frame, fragment, norms, state.recipe
+                    )
+                    if unfit is None:
+                        await asyncio.to_thread(state.store.keep_payload, receipt.digest, draft)
+                length = math.sqrt(float(squares.sum())) if squares is not None else 0.0
+                if squares is not None and unfit is None:
+                    state.squares[receipt.digest] = squares
+                return await self._coordinator.submit(
+                    receipt, epoch=address.epoch, unfit=unfit, norm=length, totals=totals
+                )
+            finally:
+                if not self._coordinator.wanted(receipt.digest):
+                    state.squares.pop(receipt.digest, None)
+                    await asyncio.to_thread(state.store.drop_payloads, [receipt.digest])
+
+    @asynccontextmanager
+    async def _alone(self, digest: str) -> AsyncIterator[None]:
+        """Lets the same frame in once at a time: what one answer gives up, another may need."""
+        lock = self._locks.setdefault(digest, asyncio.Lock())
+        self._arriving[digest] += 1
         try:
-            if unfit is None:
-                await asyncio.to_thread(state.store.keep_payload, receipt.digest, draft)
-            return await self._coordinator.submit(
-                receipt, epoch=address.epoch, unfit=unfit, norm=length, totals=totals
-            )
+            async with lock:
+                yield
         finally:
-            self._arriving[receipt.digest] -= 1
-            await self._forget_unless_wanted(receipt.digest)
+            self._arriving[digest] -= 1
+            if not self._arriving[digest]:
+                del self._arriving[digest], self._locks[digest]
 
     def _open(self, address: Address, draft: Draft) -> Frame:
         try:
@@ -198,14 +214,6 @@ class Intake:
             receipt, standing, epoch=epoch, alpha=sync.alpha, staleness=sync.staleness
         )
         return isinstance(answer, Accept)
-
-    async def _forget_unless_wanted(self, digest: str) -> None:
-        # The same frame may be arriving twice: what one answer gives up, another may need.
-        if self._arriving[digest] <= 0:
-            del self._arriving[digest]
-            if not self._coordinator.wanted(digest):
-                self._state.squares.pop(digest, None)
-                await asyncio.to_thread(self._state.store.drop_payloads, [digest])
 
 
 def _receipt(address: Address, frame: Frame) -> Receipt:

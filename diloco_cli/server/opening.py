@@ -10,15 +10,15 @@ payloads that no record speaks of were never acknowledged and are removed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from diloco_cli.core.fragments import gather
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.errors import StoreError
+from diloco_cli.failpoints import reach
 from diloco_cli.server.claim import FROM_COPY
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.journal import Notice, to_stderr
@@ -50,13 +50,15 @@ def open_coordinator(
     )
     try:
         ledger, tally = Ledger.empty(len(recipe.sizes)), Tally(recipe)
-        for number, record in enumerate(records, 1):
+        for number, record in enumerate(records, store.journal.base + 1):
             ledger.apply(number, record)
             tally.apply(record)
         if not records:
             _begin(recipe, store, initial)
-        weights = Weights(recipe, store, _newest(store, ledger, records), folder / "cache")
+        weights = Weights(recipe, store, _newest(store, ledger), folder / "cache")
+        reach("start.replayed")
         _sweep(store, ledger)
+        reach("start.swept")
         state = State(recipe, store, ledger, tally, weights, clock=clock, wall=wall, note=note)
     except BaseException:
         store.close()
@@ -76,16 +78,15 @@ def _begin(recipe: Recipe, store: Store, initial: Initial) -> None:
         store.publish(fragment.number, 0, state, None)
 
 
-def _newest(store: Store, ledger: Ledger, records: Sequence[Mapping[str, Any]]) -> list[Version]:
+def _newest(store: Store, ledger: Ledger) -> list[Version]:
     """Loads what the journal says is published, and checks that it is what was published."""
-    digests = {r["fragment"]: r["state"] for r in records if r["kind"] == "published"}
     versions = []
     for fragment, slot in enumerate(ledger.slots):
         state = store.load_state(fragment, slot.version)
-        if (recorded := digests.get(fragment)) and recorded != state.digest:
+        if slot.state and slot.state != state.digest:
             raise StoreError(
                 f"Version {slot.version} of fragment {fragment} has the digest "
-                f"{state.digest[:12]}, the journal says {recorded[:12]}.",
+                f"{state.digest[:12]}, the journal says {slot.state[:12]}.",
                 hint=FROM_COPY,
             )
         digest = slot.published or vector_digest(state.published)
@@ -94,6 +95,12 @@ def _newest(store: Store, ledger: Ledger, records: Sequence[Mapping[str, Any]]) 
 
 
 def _sweep(store: Store, ledger: Ledger) -> None:
+    """Finishes the tidying that a crash interrupted; removes what no record speaks of."""
+    for fragment, slot in enumerate(ledger.slots):
+        # Older versions have theirs: a version is made only after the last one is tidied up.
+        merged = [receipt.digest for receipt in slot.sources.values()]
+        store.file_members(fragment, slot.version, merged)
+        store.prune(fragment, slot.version)
     wanted = {
         receipt.digest
         for slot in ledger.slots

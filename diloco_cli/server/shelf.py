@@ -22,8 +22,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from diloco_cli.disk import draft_of, write_bytes
 from diloco_cli.errors import WireError
-from diloco_cli.server.durable import disk_errors, draft_of, write_bytes
+from diloco_cli.server.durable import disk_errors
 from diloco_cli.server.store import Draft, Store
 from diloco_cli.wire.messages import Count, Digest, Request, parse
 

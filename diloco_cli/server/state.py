@@ -20,6 +20,7 @@ import numpy as np
 from diloco_cli.core import pace, rounds
 from diloco_cli.core.ledger import Ledger, Slot
 from diloco_cli.core.rounds import Round
+from diloco_cli.failpoints import reach
 from diloco_cli.server.commit import Commit
 from diloco_cli.server.durable import DiskFull
 from diloco_cli.server.presence import Presences
@@ -119,6 +120,17 @@ class State:
         number = self.commit.append(record)
         self.ledger.apply(number, record)
         self.tally.apply(record)
+
+    def snapshot(self) -> int:
+        """Journals all that the journal amounts to; gives the record's number.
+
+        It changes nothing here, so it is not applied: others hold parts of the ledger.
+        """
+        sums = {"ledger": self.ledger.snapshot(), "tally": self.tally.snapshot()}
+        now = round(self.wall(), 3)
+        number = self.commit.append({"kind": "snapshot", "time": now, **sums})
+        reach("snapshot.recorded")
+        return number
 
     async def said(self, build: Callable[[], T]) -> T:
         """Builds an answer, and lets it out once everything it rests on is on the disk."""

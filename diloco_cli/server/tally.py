@@ -16,7 +16,7 @@ reports. So the equation fails if anything was merged twice, lost or made up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diloco_cli.core.rounds import Receipt
@@ -24,6 +24,17 @@ from diloco_cli.server.recipe import Recipe
 from diloco_cli.wire.messages import Tokens
 
 FATES = ("trained", "applied", "pending", "refused", "discarded")
+SUMS = (
+    "shares",
+    "rounds",
+    "merged_at",
+    "began",
+    "seconds",
+    "bytes_down",
+    "delta_bytes",
+    "delta_values",
+)
+"""What a snapshot keeps as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +113,42 @@ class Tally:
                 self._decided(record)
             case "published":
                 self._published(record)
+            case "snapshot":
+                self._restore(record["tally"])
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the journal added up to, as plain data; reports are heard again soon."""
+        accounts = [
+            {
+                "region": region,
+                "owner": owner,
+                "applied": list(account.applied),
+                "posted": {str(f): asdict(books) for f, books in account.posted.items()},
+            }
+            for (region, owner), account in self.accounts.items()
+        ]
+        waiting = [
+            {"region": region, "fragment": fragment, "owner": owner, "receipt": asdict(receipt)}
+            for (region, fragment), (owner, receipt) in self._waiting.items()
+        ]
+        sums = {name: getattr(self, name) for name in SUMS}
+        return {"accounts": accounts, "waiting": waiting, "owner": dict(self._owner), **sums}
+
+    def _restore(self, record: Mapping[str, Any]) -> None:
+        before, self.accounts = self.accounts, {}
+        for each in record["accounts"]:
+            key = (each["region"], each["owner"])
+            posted = {int(f): Books(**books) for f, books in each["posted"].items()}
+            said = before[key].reported if key in before else None
+            self.accounts[key] = Account(list(each["applied"]), posted, said)
+        self._waiting = {
+            (each["region"], each["fragment"]): (each["owner"], Receipt(**each["receipt"]))
+            for each in record["waiting"]
+        }
+        self._owner = dict(record["owner"])
+        for name in SUMS:
+            kept = record[name]
+            setattr(self, name, dict(kept) if isinstance(kept, dict) else kept)
 
     def account(self, region: str) -> Account:
         """The account of the folder that speaks for the region now."""

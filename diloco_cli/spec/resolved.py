@@ -7,7 +7,6 @@ that differ.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from diloco_cli.disk import keep_bytes
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.spec.nodes import read, scalar
 from diloco_cli.spec.schema import RunSpec
@@ -55,18 +55,7 @@ def write_resolved(spec: RunSpec, folder: str | Path) -> Path:
         return final
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        # Named after its writer: the workers of one host may start at the same moment.
-        draft = final.with_suffix(f".{os.getpid()}.draft")
-        with open(draft, "w", encoding="utf-8") as file:
-            file.write(resolved_yaml(spec))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, final)
-        handle = os.open(final.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        keep_bytes(final, resolved_yaml(spec).encode(), mode=0o644)
     except OSError as error:
         raise StoreError(
             f"{final} cannot be written: {error.strerror}.",

@@ -19,6 +19,7 @@ from diloco_cli.net.client import Held, OlderCopy, Server
 from diloco_cli.net.identity import Untrusted
 from diloco_cli.wire.messages import Joined, Run
 from diloco_cli.worker.bell import Bell
+from diloco_cli.worker.images import other_history
 from diloco_cli.worker.mailbox import Identity, Mailbox
 
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class Door:
             if joined is not None:
                 self._remember(replace(self.identity, run=run, high=joined.high))
                 self._refuse_older_server(joined)
+                self.ask(partial(self._refuse_other_history, server, joined), wait=wait)
             return joined
 
     def _join(self, server: Server) -> Joined:
@@ -149,6 +151,20 @@ class Door:
                     hint="Restore a newer copy of the server's folder; or delete "
                     f"{self.mailbox.folder} to go on from what the server has.",
                 )
+
+    def _refuse_other_history(self, server: Server, joined: Joined) -> None:
+        """Raises if the server published other weights under a number that we hold.
+
+        Older numbers show themselves when the next version is fetched: see `images`.
+        """
+        for number, version in enumerate(joined.versions):
+            have, published = self.mailbox.image_name(number)
+            if have != version:
+                continue
+            latest = server.latest(number, after=-1, wait=0)
+            if latest and latest.version == have and latest.published != published:
+                digests = f"{latest.published[:12]} there, {published[:12]} here:"
+                raise other_history(number, have, f"its digest, {digests}")
 
 
 def differences(there: Any, here: Any, path: str = "") -> Iterator[str]:

@@ -39,9 +39,9 @@ UNFIT = "unfit"
 
 
 class Holdings:
-    def __init__(self, task: Task, standing: Standing, *, run: str) -> None:
+    def __init__(self, task: Task, standing: Standing, *, run: str, owner: str = "") -> None:
         self.task = task
-        self.run = run
+        self.run, self.owner = run, owner
         self.books = standing.books
         self.anchors = standing.anchors
         self.clock = standing.clock
@@ -180,7 +180,7 @@ class Holdings:
             cursor=dict(self.cursor),
             clock=self.clock,
             step=self.clock,
-            meta={"run": self.run, "layout": self.task.layout.digest},
+            meta={"run": self.run, "layout": self.task.layout.digest, "owner": self.owner},
         )
 
     def tokens(self) -> dict[str, list[float]]:

@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import json
 import os
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -31,6 +30,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from diloco_cli.disk import keep_bytes
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.wire.messages import News
@@ -129,13 +129,13 @@ class Mailbox:
     def write_identity(self, identity: Identity) -> None:
         path = self.folder / "identity.json"
         try:
-            _write(path, _json(asdict(identity)), durable=True)
+            keep_bytes(path, _json(asdict(identity)))
         except OSError as error:
             raise _unusable(path, error) from None
 
     def post(self, fragment: int, frame: bytes) -> None:
         """Makes a frame durable, then visible; it replaces the fragment's last one."""
-        _write(self.outbox_file(fragment), frame, durable=True)
+        keep_bytes(self.outbox_file(fragment), frame)
 
     def frame(self, fragment: int, *, size: int | None = None) -> Frame | None:
         """Opens the fragment's newest frame; WireError if its bytes cannot be trusted."""
@@ -152,7 +152,7 @@ class Mailbox:
             "published": image.published,
         }
         data = save({"weights": image.weights}, metadata=notes)
-        _write(self.image_file(fragment), data, durable=True)
+        keep_bytes(self.image_file(fragment), data)
 
     def image(self, fragment: int) -> Image | None:
         """Reads the newest published weights of a fragment; None before the first."""
@@ -174,18 +174,23 @@ class Mailbox:
 
     def image_version(self, fragment: int) -> int:
         """Says which version is here without reading the weights; −1 for none or a damaged one."""
+        return self.image_name(fragment)[0]
+
+    def image_name(self, fragment: int) -> tuple[int, str]:
+        """Version and published digest of what is here, without reading the weights."""
         try:
             with safe_open(self.image_file(fragment), framework="np") as file:
-                return int((file.metadata() or {})["version"])
+                notes = file.metadata() or {}
+            return int(notes["version"]), notes["published"]
         except (SafetensorError, OSError, KeyError, ValueError):
-            return -1
+            return -1, ""
 
     def fate(self, fragment: int) -> Fate | None:
         found = _read_json(self.fate_file(fragment))
         return Fate(**found) if found else None
 
     def write_fate(self, fragment: int, fate: Fate) -> None:
-        _write(self.fate_file(fragment), _json(asdict(fate)))
+        keep_bytes(self.fate_file(fragment), _json(asdict(fate)), durable=False)
 
     def calls(self) -> News | None:
         """Reads the newest news; None before the first."""
@@ -193,14 +198,14 @@ class Mailbox:
         return News.model_validate_json(json.dumps(found)) if found else None
 
     def write_calls(self, news: News) -> None:
-        _write(self.calls_file, news.body())
+        keep_bytes(self.calls_file, news.body(), durable=False)
 
     def progress(self) -> dict[str, Any] | None:
         """Reads what the trainer says of itself, in the words of a heartbeat."""
         return _read_json(self.progress_file)
 
     def write_progress(self, progress: Mapping[str, Any]) -> None:
-        _write(self.progress_file, _json(progress))
+        keep_bytes(self.progress_file, _json(progress), durable=False)
 
     @contextlib.contextmanager
     def locked(self, name: str = "lock", *, seconds: float = 0.0) -> Iterator[None]:
@@ -258,24 +263,6 @@ def _take(handle: int, path: Path, deadline: float) -> None:
         f"{path.parent} is in use by another process, pid {holder}.",
         hint="One worker per region folder: stop that one, or give this one another --dir.",
     )
-
-
-def _write(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Replaces a file as a whole; durable also means that a power cut cannot take it back."""
-    # Named after its writer, so that two threads never write into one draft.
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.draft")
-    with open(draft, "wb") as file:
-        file.write(data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(draft, path)
-    if durable:
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _json(data: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,6 @@ either. It needs no order relative to what was posted; the outbox speaks for tha
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from diloco_cli.disk import keep_files
 from diloco_cli.errors import StoreError
 
 VERSION = 1
@@ -61,13 +61,10 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
         "meta": checkpoint.meta,
         "sums": {name: zlib.crc32(values.data) for name, values in arrays.items()},
     }
-    draft = path.with_suffix(".draft")
-    save_file(arrays, draft, metadata={"diloco": json.dumps(notes)})
-    _sync(draft)
-    os.replace(draft, path)
-    # The new name is durable only once the folder is: without this a power cut could
-    # bring back a checkpoint older than frames that were posted long ago.
-    _sync(path.parent)
+    about = {"diloco": json.dumps(notes)}
+    # Durable with its name: otherwise a power cut could bring back a checkpoint older than
+    # frames that were posted long ago.
+    keep_files({path: lambda draft: save_file(arrays, draft, metadata=about)})
 
 
 def load(path: Path) -> Checkpoint:
@@ -131,11 +128,3 @@ def _check_sums(path: Path, arrays: Mapping[str, np.ndarray], sums: Mapping[str,
             raise StoreError(
                 f"The checkpoint {path} is damaged: {name} is not what was written.", hint=HINT
             )
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -39,6 +39,8 @@ class Standing:
     """None means the beginning of the data."""
     clock: int
     resumed: bool
+    renamed: bool = False
+    """The folder has another owner id than the checkpoint: its books begin anew."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ def stand(mailbox: Mailbox, place: Place, tensors: Sequence[Tensor]) -> Standing
         books.append(book)
         anchors.append(anchor)
         scatter(local, fragment, params)
+    renamed = saved is not None and saved.meta.get("owner", identity.owner) != identity.owner
+    if renamed:
+        books = [delta.renamed(book) for book in books]
     clocks = [frame.header.clock for frame in frames if frame]
     return Standing(
         books=books,
@@ -71,6 +76,7 @@ def stand(mailbox: Mailbox, place: Place, tensors: Sequence[Tensor]) -> Standing
         cursor=_cursor(saved, frames),
         clock=max([saved.clock if saved else 0, identity.high, *clocks]),
         resumed=saved is not None or bool(clocks),
+        renamed=renamed,
     )
 
 

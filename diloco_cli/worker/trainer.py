@@ -33,7 +33,7 @@ from diloco_cli.worker.bell import LAST_MOMENT, Bell, leave_on_signals, listen, 
 from diloco_cli.worker.desk import Desk, Draft
 from diloco_cli.worker.holdings import Holdings
 from diloco_cli.worker.inbox import LOOK_SECONDS, Inbox
-from diloco_cli.worker.mailbox import Fate, Mailbox
+from diloco_cli.worker.mailbox import Fate, Identity, Mailbox
 from diloco_cli.worker.reporter import Reporter
 from diloco_cli.worker.standing import Place, stand
 from diloco_cli.worker.task import Task, prepare, set_up
@@ -99,8 +99,8 @@ class Trainer:
         self.sync = task.spec.sync
         self.inbox = Inbox(mailbox, task.layout.fragments)
         standing = stand(mailbox, Place(task.region, task.layout, task.alpha), task.model.tensors())
-        identity = mailbox.identity()
-        self.own = Holdings(task, standing, run=identity.run if identity else "")
+        identity = mailbox.identity() or Identity("", 0)
+        self.own = Holdings(task, standing, run=identity.run, owner=identity.owner)
         self.drafts: list[Draft | None] = [None] * self.sync.fragments
         self.desk = Desk(mailbox, task.region, level=task.spec.wire.zstd, ring=bell.ring, tell=tell)
         self.reporter = Reporter(task, mailbox, events, tell=tell)
@@ -109,6 +109,10 @@ class Trainer:
         self._loss: jax.Array | None = None
         self._not_before = self._retry_at = 0.0
         self._saved_at, self._saving_cost = time.monotonic(), 0.0
+        if standing.renamed:
+            # Before anything is posted: a restart must not begin the books once more.
+            self._checkpoint()
+            self.desk.saved()
         events.note(
             "trainer-started",
             region=task.region,

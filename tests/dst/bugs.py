@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+from diloco_cli import disk as files
 from diloco_cli.core import rounds
-from diloco_cli.server import coordinator, durable, intake, journal, store
+from diloco_cli.server import chain, coordinator, draft, durable, journal
 from diloco_cli.server.commit import Commit
 from diloco_cli.server.conduct import Conductor
 from diloco_cli.server.coordinator import Coordinator
@@ -66,15 +67,15 @@ class _OsWithout:
 
 
 def _payload_not_flushed() -> list[Change]:
-    return [(store, "os", _OsWithout("fsync"))]
+    return [(draft, "os", _OsWithout("fsync"))]
 
 
 def _names_not_flushed() -> list[Change]:
-    return [(durable, "sync_folder", lambda path: None)]
+    return [(each, "sync_folder", lambda path: None) for each in (files, draft, durable)]
 
 
 def _version_not_flushed() -> list[Change]:
-    return [(durable, "sync_file", lambda path: None)]
+    return [(files, "sync_file", lambda path: None)]
 
 
 def _failed_flush_believed() -> list[Change]:
@@ -82,7 +83,7 @@ def _failed_flush_believed() -> list[Change]:
         real(self, batch)
         if self._dead:
             self._dead = ""
-            self._stop += sum(len(journal._frame(each, settled=0)) for each in batch)
+            self._stop += sum(len(chain.frame(each, settled=0)) for each in batch)
             self._durable = batch[-1].number
             del self._waiting[: len(batch)]
 
@@ -98,8 +99,8 @@ def _journal_only_flushed_at_start() -> list[Change]:
     def flush(path: Any, data: bytes) -> None:
         with durable.disk_errors(path):
             os.truncate(path, len(data))
-            durable.sync_file(path)
-            durable.sync_folder(path.parent)
+            files.sync_file(path)
+            files.sync_folder(path.parent)
 
     real = Journal.open
     return [(Journal, "open", classmethod(opened))]
@@ -183,10 +184,7 @@ def _half_record_left() -> list[Change]:
 
 
 def _payload_forgotten_when_sent_twice() -> list[Change]:
-    async def forget(self: Any, digest: str) -> None:
-        await asyncio.to_thread(self._state.store.drop_payloads, [digest])
-
-    return [(intake.Intake, "_forget_unless_wanted", forget)]
+    return [(Coordinator, "wanted", lambda self, digest: False)]
 
 
 def _old_version_served() -> list[Change]:

@@ -85,8 +85,9 @@ class Disk:
 
     def _call(self, what: str, path: Path, *, writes: bool = False) -> None:
         """One step of the disk: whoever is dead does not take it, and anybody may die here."""
-        self.loop.disk_step()
         self._check_alive()
+        self.loop.disk_step()
+        self._check_alive()  # Others went on meanwhile.
         self.step(what)
         self.count[what] += 1
         self.trace("disk", what=what, file=str(path)[len(str(self.root)) + 1 :])

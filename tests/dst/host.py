@@ -21,8 +21,9 @@ import safetensors.numpy
 import starlette.responses
 from safetensors import SafetensorError
 
+from diloco_cli import disk as files
 from diloco_cli.errors import StoreError
-from diloco_cli.server import claim, durable, sending, serve, store
+from diloco_cli.server import claim, sending, serve, store
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.opening import open_coordinator
 from diloco_cli.server.recipe import Recipe
@@ -170,13 +171,14 @@ class Host:
         fixed = {
             (serve, "time"): SimpleNamespace(monotonic=self.loop.time),
             (serve, "bind"): lambda listen, prefer=0: SimpleNamespace(close=lambda: None),
-            (serve, "url_of"): lambda taken: "http://server:1",
-            (serve, "Listener"): partial(Listener, self),
+            (serve, "url_of"): lambda taken, scheme: f"{scheme}://server:1",
+            (serve, "refuse_open"): lambda taken, certificates: None,
+            (serve, "Front"): partial(Listener, self),
             (serve, "_watch_signals"): lambda coordinator: None,
             (serve, "say"): lambda text: None,
             (serve, "open_coordinator"): self._open,
             (claim, "secrets"): SimpleNamespace(token_hex=lambda n: self.rng.randbytes(n).hex()),
-            (durable, "_count"): itertools.count(),
+            (files, "_count"): itertools.count(),
             (store, "save_file"): self._save_file,
             (sending, "iterate_in_threadpool"): _one_by_one,
             (starlette.responses, "iterate_in_threadpool"): _one_by_one,
@@ -218,7 +220,7 @@ class Host:
 class Listener:
     """In the place of the one that listens on a socket."""
 
-    def __init__(self, host: Host, app: Any, taken: Any) -> None:
+    def __init__(self, host: Host, app: Any, *_: Any, **__: Any) -> None:
         self._host, self._app = host, app
         self.serving: asyncio.Future[None] = host.loop.create_future()
 

@@ -6,17 +6,23 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from rig import initial, make_recipe, make_spec
 
+from diloco_cli import failpoints
 from diloco_cli.errors import DilocoError
 from diloco_cli.server import sweep
 from diloco_cli.server.serve import serve
 
 
 def main() -> int:
-    folder, changes = Path(sys.argv[1]), json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}")
+    return run(Path(sys.argv[1]), json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
+
+
+def run(folder: Path, changes: dict[str, Any]) -> int:
     with_parent = changes.pop("with_parent", False)
+    failpoints.arm(changes.pop("failpoint", ""))
     if changes.pop("bad_disk", False):
         _spoil_the_disk()
     sweep.STRANGER_SECONDS = changes.pop("stranger_seconds", sweep.STRANGER_SECONDS)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
-from collections.abc import AsyncIterator
+import os
+import threading
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,10 @@ from rig import TENSORS, Bench, close_server, in_a_loop
 from safetensors.numpy import load as load_safetensors
 
 from diloco_cli.core.fragments import scatter
+from diloco_cli.core.guard import Norms
 from diloco_cli.core.rounds import Answer, Foreign, Receipt
 from diloco_cli.observe.events import EventLog
-from diloco_cli.server import intake
+from diloco_cli.server import commit, intake
 from diloco_cli.server.api import CALLS
 from diloco_cli.server.app import make_app
 from diloco_cli.server.durable import DiskFull
@@ -314,6 +319,31 @@ async def test_without_room_nothing_is_kept_and_the_answer_is_507(tmp_path, monk
 
 
 @in_a_loop
+async def test_a_disk_mounted_read_only_is_503_until_it_is_mounted_for_writing(
+    tmp_path, monkeypatch
+):
+    async with served(tmp_path) as (bench, client):
+        await bench.join()
+        frame = bench.regions["paris"].frame(0)
+
+        def read_only(*_: Any) -> int:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(commit, "RETRY_SECONDS", 0.01)
+        for call in ("pwritev", "pwrite"):  # The payload's first byte, the journal's record.
+            with monkeypatch.context() as patch:
+                patch.setattr(os, call, read_only)
+                answer = await put(client, frame)
+            assert answer.status_code == 503 and error(answer)["code"] == "read-only"
+            assert "retry-after" in answer.headers
+            assert "goes on by itself" in error(answer)["hint"]
+            assert bench.state.failure is None
+        await bench.server.settled()
+        assert (await put(client, frame)).status_code in (200, 201)
+        assert bench.state.ledger.slots[0].waiting.keys() == {"paris"}
+
+
+@in_a_loop
 async def test_too_many_uploads_at_once_are_told_to_wait(tmp_path, monkeypatch):
     async with served(tmp_path) as (bench, client):
         await bench.join()
@@ -367,24 +397,53 @@ async def test_a_payload_that_one_answer_gives_up_stays_for_the_other(tmp_path, 
     async with served(tmp_path) as (bench, client):
         await bench.join()
         frame = bench.regions["paris"].frame(0)
-        real, gate, calls = bench.server.submit, asyncio.Event(), 0
+        store, kept, dropping = bench.state.store, threading.Event(), asyncio.Event()
+        loop, calls = asyncio.get_running_loop(), 0
+        real, keep, drop = bench.server.submit, store.keep_payload, store.drop_payloads
 
         async def submit(receipt: Receipt, **said: Any) -> Answer:
             nonlocal calls
             calls += 1
-            if calls == 2:
-                return Foreign("a rival was faster")
-            await gate.wait()
-            return await real(receipt, **said)
+            return Foreign("a rival was faster") if calls == 1 else await real(receipt, **said)
+
+        def slow_drop(digests: Iterable[str]) -> None:
+            loop.call_soon_threadsafe(dropping.set)
+            kept.wait(0.5)  # The other upload could be that fast, if it were let.
+            drop(digests)
 
         monkeypatch.setattr(bench.server, "submit", submit)
+        monkeypatch.setattr(store, "drop_payloads", slow_drop)
         first = asyncio.create_task(put(client, frame))
-        while not calls:
-            await asyncio.sleep(0)
-        assert (await put(client, frame)).status_code == 409
-        gate.set()
-        assert (await first).status_code == 201
-        assert bench.state.store.payloads() == {open_frame(frame).digest}
+        await dropping.wait()
+        monkeypatch.setattr(store, "keep_payload", lambda *what: (keep(*what), kept.set()))
+        second = await put(client, frame)
+        assert ((await first).status_code, second.status_code) == (409, 201)
+        assert store.payloads() == {open_frame(frame).digest}
+
+
+@in_a_loop
+async def test_nothing_is_accepted_unseen_although_its_way_became_free(tmp_path, monkeypatch):
+    async with served(tmp_path) as (bench, client):
+        await bench.join()
+        bench.state.ledger.slots[0].norms = Norms((0.1,) * 8)
+        paris, loop = bench.regions["paris"], asyncio.get_running_loop()
+        assert (await put(client, paris.frame(0))).status_code == 201
+        bench.state.record("closed", fragment=0, version=0, members=["paris"], drain=False)
+        giant = open_frame(paris.frame(0))
+        giant = pack(giant.header, 1e6 * giant.values())
+        keep = bench.state.store.keep_payload
+
+        def keep_while_the_other_is_dropped(*what: Any) -> None:
+            gone = {"fragment": 0, "region": "paris", "fate": "returned", "why": "unreadable"}
+            done = threading.Event()
+            drop = partial(bench.state.record, "dropped", **gone)
+            loop.call_soon_threadsafe(lambda: (drop(), done.set()))
+            assert done.wait(10)
+            keep(*what)
+
+        monkeypatch.setattr(bench.state.store, "keep_payload", keep_while_the_other_is_dropped)
+        assert (await put(client, giant)).status_code in (409, 422)
+        assert "paris" not in bench.state.ledger.slots[0].waiting
 
 
 @in_a_loop

@@ -130,7 +130,7 @@ async def test_dying_anywhere_while_closing_gives_the_same_version(
         "compute": (merging, "fuse"),
         "store": (store, "publish"),
         "journal": (store.journal, "sync"),
-        "forget": (store, "drop_payloads"),
+        "forget": (store, "file_members"),
     }
     with monkeypatch.context() as patch:
         target, name = where[point]

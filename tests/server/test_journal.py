@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from diloco_cli.errors import StoreError
+from diloco_cli.server import chain
+from diloco_cli.server.chain import MAGIC
 from diloco_cli.server.durable import DiskFull
-from diloco_cli.server.journal import MAGIC, Journal
+from diloco_cli.server.journal import Journal
 
 
 @pytest.fixture
@@ -166,11 +168,10 @@ def test_a_record_of_another_journal_is_refused_although_its_number_fits(path, t
         opened(path)
 
 
-def test_a_newer_schema_is_refused_with_both_numbers(path, monkeypatch):
-    monkeypatch.setattr("diloco_cli.server.journal.SCHEMA", 2)
-    written(path, ["one"])
-    monkeypatch.undo()
-    with pytest.raises(StoreError, match="has schema 2, this version of diloco reads up to 1"):
+def test_a_newer_schema_is_refused_with_both_numbers(path):
+    newer = chain.entry(0, b"", {"journal": 3, "run": "r"})
+    path.write_bytes(chain.frame(newer, settled=0))
+    with pytest.raises(StoreError, match="has schema 3, this version of diloco reads up to 2"):
         opened(path)
 
 
@@ -204,7 +205,7 @@ def test_what_is_not_json_is_refused_and_leaves_no_trace(path, record):
 
 
 def test_a_record_too_long_to_read_back_is_refused(path, monkeypatch):
-    monkeypatch.setattr("diloco_cli.server.journal.LONGEST", 50)
+    monkeypatch.setattr("diloco_cli.server.chain.LONGEST", 50)
     journal = Journal.create(path, run="r")
     with pytest.raises(ValueError, match="at most 50"):
         journal.append({"kind": "x" * 50})

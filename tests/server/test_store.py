@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diloco_cli import disk
 from diloco_cli.errors import StoreError
-from diloco_cli.server import durable
 from diloco_cli.server.durable import DiskFull, keep_bytes
 from diloco_cli.server.journal import Journal
 from diloco_cli.server.store import FragmentState, stores
@@ -329,4 +329,4 @@ def test_a_draft_that_was_kept_or_could_not_be_is_closed(store, monkeypatch):
 
 
 def test_drafts_never_share_a_name(tmp_path):
-    assert len({durable.draft_of(tmp_path / "file") for _ in range(100)}) == 100
+    assert len({disk.draft_of(tmp_path / "file") for _ in range(100)}) == 100

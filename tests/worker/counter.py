@@ -188,6 +188,6 @@ class Connection:
             version=version,
             members=(),
             merged={},
-            published="",
+            published=vector_digest(self.counter.weights[fragment][-1]),
             links=Links(whole=""),
         )

@@ -10,8 +10,10 @@ from counter import LAYOUT, SIZE, TERMS, Counter
 
 from diloco_cli.errors import LinkError, SpecError, StoreError
 from diloco_cli.net.client import Held, OlderCopy
+from diloco_cli.wire.frame import vector_digest
 from diloco_cli.worker.bell import Bell
 from diloco_cli.worker.door import Door, Terms
+from diloco_cli.worker.images import bring_up
 from diloco_cli.worker.mailbox import Identity, Image, Mailbox
 
 
@@ -108,3 +110,31 @@ def test_a_server_older_than_our_images_is_refused(door, counter, mailbox):
     door.boot()
     with pytest.raises(StoreError, match=r"holds version 4 of fragment 0, but .* newest is 0"):
         door.join(counter.connect(), "run-1", wait=0)
+
+
+def test_a_server_that_went_on_from_an_older_copy_is_refused_at_the_same_number(
+    door, counter, mailbox
+):
+    counter.publish(0)
+    other = np.full(SIZE, 7, np.float32)
+    mailbox.write_image(0, Image(1, {}, vector_digest(other), other))
+    door.boot()
+    with pytest.raises(StoreError, match="Version 1 of fragment 0 that this region holds") as no:
+        door.join(counter.connect(), "run-1", wait=0)
+    assert no.value.exit_code == 5 and "older copy" in no.value.message
+    ours = counter.weights[0][-1]
+    mailbox.write_image(0, Image(1, {}, vector_digest(ours), ours))
+    assert door.join(counter.connect(), "run-1", wait=0).versions == (1, 0)
+
+
+def test_weights_that_the_servers_deltas_do_not_continue_are_another_history(counter):
+    other = np.full(SIZE, 7, np.float32)
+    held = Image(0, {}, vector_digest(other), other)
+    counter.publish(0)
+    with pytest.raises(StoreError, match="Version 0 of fragment 0") as no:
+        bring_up(counter.connect(), 0, held, 1)
+    assert no.value.exit_code == 5
+    # Weights of ours that are damaged prove nothing; they are fetched whole.
+    spoiled = Image(0, {}, "f" * 64, other)
+    image, why = bring_up(counter.connect(), 0, spoiled, 1)
+    assert image.version == 1 and "do not add up" in why

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from stage import again, honest, local, post, save, steps, until
 
-from diloco_cli.core.delta import Work
+from diloco_cli.core.delta import Totals, Work
 from diloco_cli.errors import StoreError
+from diloco_cli.worker import resume
 from diloco_cli.worker.mailbox import Identity
 
 TOKENS = 2 * 16
@@ -135,3 +136,28 @@ def test_a_damaged_outbox_is_named(play):
     path.write_bytes(data)
     with pytest.raises(StoreError, match=r"outbox/0\.frame is damaged"):
         again(stage, trainer)
+
+
+def test_a_folder_under_a_new_name_begins_its_books_with_what_it_still_holds(play):
+    stage, trainer = play()
+    steps(trainer, 2)
+    post(stage, trainer, 0)
+    stage.merge(0)
+    until(trainer, lambda: trainer.own.books[0].totals.applied > 0)
+    steps(trainer, 3)
+    save(trainer)
+    before = trainer.own.books
+    assert before[0].totals.applied == 2 * TOKENS and before[1].pending == 5 * TOKENS
+    identity = stage.mailbox.identity()
+    stage.mailbox.write_identity(Identity("another name", 1, identity.run))
+    revived = again(stage, trainer)
+    for old, new in zip(before, revived.own.books, strict=True):
+        assert new.pending == old.pending
+        assert new.totals == Totals(trained=old.pending), "the old account has the rest"
+    assert honest(revived)
+    # Once, and before anything is posted under the new name.
+    assert resume.load(stage.mailbox.checkpoint).meta["owner"] == "another name"
+    steps(revived, 1)
+    save(revived)
+    trained = [book.totals.trained for book in revived.own.books]
+    assert [book.totals.trained for book in again(stage, revived).own.books] == trained

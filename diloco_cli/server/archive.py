@@ -1,0 +1,120 @@
+"""What is on the server's disk, for whoever only reads: the server, and a replay of it."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+
+from diloco_cli.errors import StoreError
+from diloco_cli.server.claim import FROM_COPY
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class PayloadLost(StoreError):
+    """An accepted payload cannot be read; its work goes back to the region that sent it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FragmentState:
+    """One version of a fragment: flat float32 vectors."""
+
+    theta: np.ndarray
+    momentum: np.ndarray
+    published: np.ndarray
+
+    @property
+    def digest(self) -> str:
+        """BLAKE3 of every bit; two states are the same exactly if it is."""
+        summary = blake3()
+        for name in ("theta", "momentum", "published"):
+            values = np.ascontiguousarray(getattr(self, name), np.dtype("<f4"))
+            summary.update(f"{name} {values.size}\n".encode())
+            summary.update(values.view(np.uint8).data)
+        return summary.hexdigest()
+
+
+class Archive:
+    """The files of one server folder."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.folder, self.run = folder, run
+
+    def payload(self, digest: str) -> memoryview:
+        """An accepted payload, where it lies: it takes no memory of ours."""
+        path = self.payload_path(digest)
+        try:
+            return mapped(path)
+        except OSError as error:
+            raise PayloadLost(
+                f"The payload {path} cannot be read: {error.strerror}.",
+                hint="Its region sends the work again with its next contribution.",
+            ) from error
+
+    def payloads(self) -> set[str]:
+        """Digests of all payloads here, also of those that no record speaks of."""
+        return {path.stem for path in (self.folder / "payloads").glob("*.frame")}
+
+    def members(self, fragment: int, version: int) -> dict[str, Path]:
+        """The contributions that a version was made of, by digest, as far as they are kept."""
+        found = (self.folder / "fragments" / str(fragment)).glob(f"v{version:08d}.*.frame")
+        return {path.name.split(".")[1]: path for path in found}
+
+    def load_state(self, fragment: int, version: int) -> FragmentState:
+        """Reads one version and checks every bit of it."""
+        path = self._file(fragment, version, "state")
+        try:
+            with safe_open(path, framework="np") as file:
+                about = file.metadata() or {}
+                state = FragmentState(*map(file.get_tensor, ("theta", "momentum", "published")))
+        except FileNotFoundError:
+            raise StoreError(
+                f"Fragment {fragment} is published at version {version}, but {path} is missing.",
+                hint=FROM_COPY,
+            ) from None
+        except (SafetensorError, OSError) as error:
+            raise StoreError(f"{path} cannot be read: {error}.", hint=FROM_COPY) from error
+        said = (about.get("fragment"), about.get("version"), about.get("digest"))
+        found = (str(fragment), str(version), state.digest)
+        if said != found:
+            raise StoreError(
+                f"{path} is damaged: it says fragment, version, digest are {said}, "
+                f"its content {found}.",
+                hint=FROM_COPY,
+            )
+        return state
+
+    def delta(self, fragment: int, version: int) -> Path | None:
+        """The frame that leads from `version` - 1 to `version`, if it is still kept."""
+        path = self._file(fragment, version, "delta")
+        return path if path.exists() else None
+
+    def versions(self, fragment: int) -> list[int]:
+        """Versions whose state is kept, oldest first; the newest may not be journaled yet."""
+        found = (self.folder / "fragments" / str(fragment)).glob("v*.state")
+        return sorted(int(path.stem[1:]) for path in found)
+
+    def payload_path(self, digest: str) -> Path:
+        if not _DIGEST.fullmatch(digest):  # It becomes a file name.
+            raise ValueError(f"{digest!r} is not a SHA-256 in hexadecimal")
+        return self.folder / "payloads" / f"{digest}.frame"
+
+    def _file(self, fragment: int, version: int, what: str) -> Path:
+        return self.folder / "fragments" / str(fragment) / f"v{version:08d}.{what}"
+
+
+def mapped(path: Path) -> memoryview:
+    with open(path, "rb") as file:
+        # Read once: what the disk cannot give is an error here, but the end of a process
+        # that finds out while it looks at mapped memory.
+        while file.read(1 << 20):
+            pass
+        if not file.tell():
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

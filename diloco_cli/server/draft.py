@@ -1,0 +1,82 @@
+"""A payload on its way in."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from diloco_cli.disk import sync_folder, write_all
+from diloco_cli.failpoints import reach
+from diloco_cli.server.durable import disk_errors
+
+
+class Draft:
+    """A payload on its way in: written as it arrives, visible only once it is kept."""
+
+    def __init__(self, path: Path, *, again: bool = False) -> None:
+        """With `again` it goes on with what may be there."""
+        self.path, self.size = path, 0
+        new = 0 if again else os.O_EXCL
+        with disk_errors(path):
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | new, 0o600)
+
+    def write(self, data: bytes | memoryview) -> None:
+        with disk_errors(self.path):
+            write_all(self._handle, data)
+        self.size += len(data)
+        reach("draft.written")
+
+    def write_pieces(self, pieces: Sequence[bytes], offset: int | None = None) -> None:
+        """Writes pieces one after another, as they are: at the end, or at a place of their own.
+
+        `size` counts only what is written at the end.
+        """
+        at = self.size if offset is None else offset
+        with disk_errors(self.path):
+            written = os.pwritev(self._handle, pieces, at)
+            if written < (length := sum(map(len, pieces))):
+                left = memoryview(b"".join(pieces))[written:]
+                while left:
+                    written = length - len(left)
+                    left = left[os.pwrite(self._handle, left, at + written) :]
+        if offset is None:
+            self.size += length
+        reach("draft.written")
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        with disk_errors(self.path):
+            return os.pread(self._handle, length, offset)
+
+    def read(self) -> bytes:
+        """Everything written so far, to be checked before it is kept."""
+        with disk_errors(self.path):
+            return self.path.read_bytes()
+
+    def view(self) -> memoryview:
+        """Everything written so far, where it is: nothing is read before it is looked at."""
+        if not self.size:
+            return memoryview(b"")
+        with disk_errors(self.path):
+            return memoryview(mmap.mmap(self._handle, self.size, access=mmap.ACCESS_READ))
+
+    def keep(self, final: Path) -> None:
+        """Makes the payload durable, then visible under its name; the draft is used up."""
+        try:
+            with disk_errors(final):
+                os.fsync(self._handle)
+                reach("draft.flushed")
+                os.replace(self.path, final)
+                reach("draft.renamed")
+                sync_folder(final.parent)
+                reach("draft.kept")
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Closes the draft; removes it unless it was kept."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+        self.path.unlink(missing_ok=True)

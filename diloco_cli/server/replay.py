@@ -1,0 +1,212 @@
+"""Is the outer state what the journal says? Make it again and compare every bit.
+
+    journal ──fold──▶ who was merged into which version
+    oldest version whose successors' contributions are kept ──merge again──▶ newest version
+
+Versions and contributions are kept for a while only, and a compacted journal begins with
+a snapshot, so a replay starts where something is known for sure: the initial weights, a
+snapshot's version, or any version whose digest is on record. That digest is checked first;
+then every later version is made from its contributions and must have the digest that was
+recorded when it was published. A folder is only read, never changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from diloco_cli.core.ledger import Ledger, Slot
+from diloco_cli.core.rounds import Receipt
+from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.server.archive import Archive, FragmentState, mapped
+from diloco_cli.server.chain import Content
+from diloco_cli.server.claim import FROM_COPY
+from diloco_cli.server.journal import read_journal
+from diloco_cli.server.merging import Spoiled, Version, next_version
+from diloco_cli.server.recipe import Recipe
+from diloco_cli.server.tally import Tally
+
+
+@dataclass(frozen=True)
+class Step:
+    """One version on record and what it was made of."""
+
+    version: int
+    state: str
+    """Its digest; empty if no record names it, but then that of its successor proves it."""
+    receipts: tuple[Receipt, ...] = ()
+    drain: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a replay found out about one fragment."""
+
+    fragment: int
+    start: int
+    """The version it began with, whose digest was checked."""
+    version: int
+    digest: str
+
+    @property
+    def made(self) -> int:
+        """Versions that were made again."""
+        return self.version - self.start
+
+
+@dataclass(frozen=True)
+class Replayed:
+    run: str
+    base: int
+    """The journal was compacted up to this record; 0 if it is whole."""
+    record: int
+    lines: tuple[Line, ...] = field(default=())
+
+    @property
+    def digest(self) -> str:
+        """One digest of the whole outer state; two servers stand at the same place if it is."""
+        summary = hashlib.sha256()
+        for line in self.lines:
+            summary.update(f"{line.fragment} {line.version} {line.digest}\n".encode())
+        return summary.hexdigest()
+
+
+def replay(recipe: Recipe, folder: Path, *, to: int | None = None) -> Replayed:
+    """Makes the outer state as of record `to` (or the newest) again; StoreError if it differs."""
+    path = folder / "journal"
+    content = read_journal(path)
+    last = _wanted(path, content, to)
+    archive = Archive(folder, content.run)
+    history = _history(recipe, path, content, last)
+    lines = tuple(_replayed(recipe, archive, f, steps) for f, steps in enumerate(history))
+    return Replayed(content.run, content.base, last, lines)
+
+
+def _wanted(path: Path, content: Content, to: int | None) -> int:
+    first, last = content.base + bool(content.base), content.last.number
+    if to is not None and not first <= to <= last:
+        kept = f"; {content.base} records were compacted" if content.base else ""
+        raise SpecError(
+            f"{path} has the records {first} to {last}, not {to}{kept}.",
+            hint=f"Give --to a number from {first} to {last}, or replay an older copy.",
+        )
+    return last if to is None else to
+
+
+def _history(recipe: Recipe, path: Path, content: Content, last: int) -> list[list[Step]]:
+    """Folds the journal; gives every fragment's versions on record, oldest first."""
+    ledger, tally = Ledger.empty(len(recipe.sizes)), Tally(recipe)
+    steps = [[Step(0, "")] for _ in recipe.sizes]
+    numbered = enumerate(content.records, content.base + 1)
+    for number, record in ((n, r) for n, r in numbered if n <= last):
+        if record["kind"] == "snapshot" and number == content.base + 1:
+            ledger.apply(number, record)
+            steps = [_of_snapshot(slot) for slot in ledger.slots]
+        elif record["kind"] == "snapshot":
+            _compare(path, number, record, ledger, tally)
+        elif record["kind"] == "published":
+            slot = ledger.slots[record["fragment"]]
+            members = tuple(slot.closing.values())
+            made = Step(record["version"], record["state"], members, slot.drain)
+            steps[record["fragment"]].append(made)
+        ledger.apply(number, record)
+        tally.apply(record)
+    return steps
+
+
+def _of_snapshot(slot: Slot) -> list[Step]:
+    """A snapshot names the newest version, and what it was made of."""
+    if not slot.version:
+        return [Step(0, "")]
+    members = tuple(slot.sources.values())
+    return [Step(slot.version - 1, ""), Step(slot.version, slot.state, members, slot.drained)]
+
+
+def _compare(path: Path, number: int, record: Any, ledger: Ledger, tally: Tally) -> None:
+    """A snapshot must say what the records before it amount to."""
+    for what, found in (("ledger", ledger.snapshot()), ("tally", tally.snapshot())):
+        if found != record[what]:
+            parts = [key for key in found if found[key] != record[what].get(key)]
+            raise StoreError(
+                f"{path}: record {number} is a snapshot that disagrees with the records before "
+                f"it about {', '.join(parts)} of the {what}.",
+                hint=FROM_COPY,
+            )
+
+
+def _replayed(recipe: Recipe, archive: Archive, fragment: int, steps: list[Step]) -> Line:
+    start = _start(archive, fragment, steps)
+    first, newest = steps[start], steps[-1]
+    state = archive.load_state(fragment, first.version)
+    _check(fragment, first, state, "stored")
+    for step in steps[start + 1 :]:
+        state = _again(recipe, archive, fragment, step, state)
+        _check(fragment, step, state, "made again")
+    if newest.version in archive.versions(fragment):
+        _check(fragment, newest, archive.load_state(fragment, newest.version), "stored")
+    return Line(fragment, first.version, newest.version, state.digest)
+
+
+def _start(archive: Archive, fragment: int, steps: list[Step]) -> int:
+    """Index of the oldest version from which everything later can be made."""
+    kept, found = set(archive.versions(fragment)), None
+    for index in range(len(steps) - 1, -1, -1):
+        if steps[index].version in kept:
+            found = index
+        if not all(path.exists() for path in _members(archive, fragment, steps[index])):
+            break
+    if found is None:
+        wanted = steps[-1].version
+        raise SpecError(
+            f"Version {wanted} of fragment {fragment} is no longer kept, nor anything it can be "
+            f"made of; the kept ones are {sorted(kept)}.",
+            hint="Replay to a later record, or an older copy of the folder.",
+        )
+    return found
+
+
+def _members(archive: Archive, fragment: int, step: Step) -> Iterator[Path]:
+    filed = archive.members(fragment, step.version)
+    for receipt in step.receipts:
+        # A server that died right after publishing has not filed them yet.
+        yield filed.get(receipt.digest) or archive.payload_path(receipt.digest)
+
+
+class _Members:
+    """As much of a store as merging needs."""
+
+    def __init__(self, archive: Archive, fragment: int, step: Step) -> None:
+        self.run = archive.run
+        paths = _members(archive, fragment, step)
+        self._paths = {r.digest: p for r, p in zip(step.receipts, paths, strict=True)}
+
+    def payload(self, digest: str) -> memoryview:
+        return mapped(self._paths[digest])
+
+
+def _again(
+    recipe: Recipe, archive: Archive, fragment: int, step: Step, state: FragmentState
+) -> FragmentState:
+    old = Version(step.version - 1, state, "", {}, ())
+    about = recipe.layout.fragments[fragment]
+    members = cast(Any, _Members(archive, fragment, step))
+    made = next_version(recipe, members, old, about, step.receipts, drain=step.drain)
+    if isinstance(made, Spoiled):
+        raise StoreError(
+            f"Version {step.version} of fragment {fragment} cannot be made again: "
+            f"{', '.join(made.regions)}: {made.why}.",
+            hint=FROM_COPY,
+        )
+    return made[0].state
+
+
+def _check(fragment: int, step: Step, state: FragmentState, how: str) -> None:
+    if step.state and state.digest != step.state:
+        raise StoreError(
+            f"Version {step.version} of fragment {fragment}, {how}, has the digest "
+            f"{state.digest[:12]}; the journal says {step.state[:12]}.",
+            hint=f"{FROM_COPY} If it was only made again on another machine, compare numpy.",
+        )
