@@ -1,0 +1,102 @@
+"""What is to be rehearsed: who trains how fast, over which links, and what goes wrong.
+
+A scenario holds no model and no data, only their sizes and times, so one for a million
+chips is as small as one for two laptops.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from diloco_cli.sim import figures
+from diloco_cli.sim.faults import Fault
+from diloco_cli.sim.network import Link
+from diloco_cli.spec.schema import SyncSpec
+
+Seconds = float
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One region."""
+
+    name: str
+    step: Seconds
+    """One inner step, on average."""
+    tokens: float
+    """In one inner step."""
+    link: Link = Link()
+    jitter: float = 0.0
+    """Standard deviation of a step's time, as a share of it."""
+    chips: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How a region comes back after a kill."""
+
+    detect: Seconds = 1.0
+    restart: Seconds = 8.0
+    """Until it trains again, once somebody has noticed; weights of a lost host come on top."""
+    shape: float = math.inf
+    """Weibull's shape of the time to restart; infinite: always the same."""
+    checkpoint: Seconds = 20.0
+    """Between two durable points. What was trained since the last one, and is in no frame, is lost."""
+    at_boundary: bool = False
+    """The group finishes its step without the lost chips and loses only time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """The server."""
+
+    link: Link = Link()
+    """Shared by all regions, each direction apart."""
+    lease: Seconds = 10.0
+    merge_values: float = figures.MERGE_VALUES.value
+    """Contributed values merged in a second, one round after another."""
+    check_values: float = figures.CHECK_VALUES.value
+    commit: Seconds = 0.005
+    """Until a decision is on the disk."""
+    restart: Seconds = 5.0
+    """From a crash of the server until it answers again."""
+    glance: Seconds | None = None
+    """Shortest time between two looks at the rounds; None: a fiftieth of the fastest step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    name: str
+    sites: tuple[Site, ...]
+    sizes: tuple[int, ...]
+    """Parameters of every fragment."""
+    sync: SyncSpec
+    duration: Seconds
+    up_bits: float = figures.BITS_UP["int4"].value
+    down_bits: float = figures.BITS_DOWN["int4"].value
+    whole_bits: float = figures.BITS_WHOLE.value
+    encode_values: float = figures.ENCODE_VALUES.value
+    hub: Hub = field(default_factory=Hub)
+    recovery: Recovery = field(default_factory=Recovery)
+    faults: tuple[Fault, ...] = ()
+    budget: float = math.inf
+    """Merged tokens after which it is over before `duration` is."""
+    seed: int = 0
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def glance(self) -> Seconds:
+        if self.hub.glance is not None:
+            return self.hub.glance
+        return min(site.step for site in self.sites) / 50
+
+
+def even(parameters: float, fragments: int) -> tuple[int, ...]:
+    """Sizes of fragments cut as evenly as can be."""
+    whole, edges = int(parameters), range(fragments + 1)
+    cuts = [whole * edge // fragments for edge in edges]
+    return tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))

@@ -1,0 +1,204 @@
+"""The server as time sees it: the same rounds, the same pace, no bytes.
+
+Every decision is one of `core`: the ledger folds the same records as the journal, `admit`
+answers contributions, `pace` calls fragments and sets grace windows, `decide` closes
+rounds. What a live server does with a disk and a thread takes a time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from diloco_cli.core import pace, rounds
+from diloco_cli.core.ledger import Ledger
+from diloco_cli.core.pace import Averages, Report
+from diloco_cli.core.rounds import Accept, Close, Receipt, Refused, Returned, Round
+from diloco_cli.sim.agenda import Agenda
+from diloco_cli.sim.network import Lane
+from diloco_cli.sim.scenario import Scenario
+
+Seconds = float
+EPOCH = 1
+
+
+class Server:
+    """What the conductor and the intake of a live server do, on a virtual clock."""
+
+    __slots__ = (
+        *("_last", "_merge_free", "_tick_at", "_tick_number", "agenda", "averages", "down"),
+        *("down_until", "ledger", "number", "on_call", "on_publish", "reports", "rounds"),
+        *("scenario", "seen", "sync", "up"),
+    )
+
+    def __init__(self, scenario: Scenario, agenda: Agenda) -> None:
+        self.scenario, self.agenda, self.sync = scenario, agenda, scenario.sync
+        self.ledger = Ledger.empty(len(scenario.sizes))
+        self.rounds = [Round() for _ in scenario.sizes]
+        self.averages = Averages()
+        self.reports: dict[str, list[Report]] = {}
+        self.seen: dict[str, Seconds] = {}
+        self.up, self.down = Lane(scenario.hub.link), Lane(scenario.hub.link)
+        self.number = 0
+        self.down_until: Seconds = 0.0
+        self._merge_free: Seconds = 0.0
+        self._last = self._tick_at = -1.0
+        self._tick_number = 0
+        self.on_call: Callable[[int, int], None]
+        self.on_publish: Callable[[int, dict[str, Receipt]], None]
+        for site in scenario.sites:
+            self.seen[site.name] = 0.0
+            self.record("joined", region=site.name, owner=site.name, boot=1, epoch=EPOCH)
+
+    def record(self, kind: str, **fields: Any) -> None:
+        self.number += 1
+        self.ledger.apply(self.number, {"kind": kind, **fields})
+
+    @property
+    def is_down(self) -> bool:
+        return self.agenda.now < self.down_until
+
+    def live(self) -> set[str]:
+        now, lease = self.agenda.now, self.scenario.hub.lease
+        return {region for region, seen in self.seen.items() if now < seen + lease}
+
+    # What regions say
+
+    def heard(self, region: str, reports: list[Report], step: Seconds) -> None:
+        if self.is_down:
+            return
+        self.seen[region] = self.agenda.now
+        self.reports[region] = reports
+        self.averages = pace.stepped(self.averages, region, step)
+        self.wake()
+
+    def arrived(self, receipt: Receipt, answer: Callable[[str], None]) -> None:
+        """Takes a contribution; `answer` hears its fate."""
+        now = self.agenda.now
+        if self.is_down:
+            self.agenda.at(self.down_until, self.arrived, receipt, answer)
+            return
+        standing = self.ledger.standing(receipt.region, receipt.fragment)
+        said = rounds.admit(
+            receipt, standing, epoch=EPOCH, alpha=self.sync.alpha, staleness=self.sync.staleness
+        )
+        if isinstance(said, Accept):
+            size = self.scenario.sizes[receipt.fragment]
+            about = {"fate": "pending", "why": said.why, "values": size}
+            self.record("decided", receipt=receipt.as_record(), **about)
+            self.seen[receipt.region] = now
+            self._joined(receipt.fragment, receipt.region, now)
+            self.wake()
+            return
+        fate = type(said).__name__.lower()
+        if isinstance(said, Refused | Returned):
+            self.record("decided", receipt=receipt.as_record(), fate=fate, why=said.why)
+        answer(fate)
+
+    def _joined(self, fragment: int, region: str, now: Seconds) -> None:
+        before = self.rounds[fragment]
+        after = rounds.joined(before, region, need=self.sync.quorum, now=now)
+        if before.called_at is not None:
+            self.averages = pace.answered(self.averages, region, now - before.called_at)
+            if before.met_at is None and after.met_at is not None:
+                self.averages = pace.met(self.averages, now - before.called_at)
+        self.rounds[fragment] = after
+
+    # Rounds
+
+    def wake(self, at: Seconds | None = None) -> None:
+        """Looks at the rounds at a moment, or as soon as the last look is a glance away."""
+        now = self.agenda.now
+        wanted = max(now if at is None else at, self._last + self.scenario.glance, self.down_until)
+        if now <= self._tick_at <= wanted and self._tick_at > self._last:
+            return
+        self._tick_at = wanted
+        self._tick_number += 1
+        self.agenda.at(wanted, self._tick, self._tick_number)
+
+    def _tick(self, number: int) -> None:
+        if number != self._tick_number or self.is_down:
+            return
+        now = self._last = self.agenda.now
+        self._tick_at = -1.0
+        live = self.live()
+        for fragment in pace.due(self.ledger.slots, self.reports, live, self.sync):
+            version = self.ledger.slots[fragment].version
+            self.record("called", fragment=fragment, version=version)
+            self.rounds[fragment] = rounds.called(
+                self.rounds[fragment],
+                need=self.sync.quorum,
+                usual=pace.usual_answer(self.averages, live, self.sync.quorum),
+                grace=pace.grace(self.averages, live, self.sync),
+                now=now,
+            )
+            self.on_call(fragment, version)
+        wakes = self._close_ready(live, now)
+        wakes += [end for seen in self.seen.values() if (end := seen + self.scenario.hub.lease) > now]
+        if wakes:
+            self.wake(min(wakes))
+
+    def _close_ready(self, live: set[str], now: Seconds) -> list[Seconds]:
+        wakes = []
+        for fragment, slot in enumerate(self.ledger.slots):
+            if slot.phase != "called":
+                continue
+            verdict = rounds.decide(
+                self.rounds[fragment], live=live, need=self.sync.quorum, now=now
+            )
+            if isinstance(verdict, Close):
+                self._close(fragment, verdict)
+            elif verdict.until is not None:
+                wakes.append(verdict.until)
+        return wakes
+
+    def _close(self, fragment: int, verdict: Close) -> None:
+        version, members = self.ledger.slots[fragment].version, list(verdict.members)
+        about = {"fragment": fragment, "version": version, "members": members}
+        self.record("closed", **about, drain=False)
+        self.rounds[fragment] = Round()
+        self._merge(fragment, self.agenda.now)
+
+    def _merge(self, fragment: int, began: Seconds) -> None:
+        hub, slot = self.scenario.hub, self.ledger.slots[fragment]
+        work = self.scenario.sizes[fragment] * len(slot.closing) / hub.merge_values
+        begin = max(self.agenda.now, self._merge_free, self.down_until)
+        self._merge_free = begin + work + hub.commit
+        self.agenda.at(self._merge_free, self._publish, fragment, began, self.down_until)
+
+    def _publish(self, fragment: int, began: Seconds, crash: Seconds) -> None:
+        if crash != self.down_until:  # It died meanwhile; whoever starts it begins anew.
+            return
+        slot = self.ledger.slots[fragment]
+        members = dict(slot.closing)
+        about = {"fragment": fragment, "version": slot.version + 1, "members": sorted(members)}
+        self.record("published", **about, published="")
+        self.averages = pace.published(self.averages, self.agenda.now - began)
+        self.on_publish(fragment, members)
+        self.wake()
+
+    # Death
+
+    def crash(self, seconds: Seconds) -> None:
+        self.down_until = max(self.down_until, self.agenda.now + seconds)
+        self.agenda.at(self.down_until, self._recover)
+
+    def _recover(self) -> None:
+        """Stands where the journal says; everybody who ever joined counts as alive."""
+        now = self.agenda.now
+        if self.is_down:
+            return
+        self.averages, self.reports = Averages(), {}
+        self.seen = dict.fromkeys(self.seen, now)
+        self._last, self._merge_free = -1.0, now
+        grace = pace.grace(self.averages, self.ledger.regions, self.sync)
+        for fragment, slot in enumerate(self.ledger.slots):
+            opened = Round(members=tuple(sorted(slot.waiting)))
+            if slot.phase == "called":
+                opened = rounds.called(
+                    opened, need=self.sync.quorum, usual=0.0, grace=grace, now=now
+                )
+            elif slot.phase == "closing":
+                self._merge(fragment, now)
+            self.rounds[fragment] = opened
+        self.wake()

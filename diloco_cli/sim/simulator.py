@@ -1,0 +1,292 @@
+"""What would happen? Discrete events on a virtual clock, decided by the live core.
+
+    heartbeat ─▶ tick ─▶ call ─▶ step ends ─▶ post ─▶ lanes ─▶ admit ─▶ close ─▶ merge ─▶ version
+                                   ▲                                                       │
+                                   └───────────────── adopted at a step's end ◀── lanes ◀──┘
+
+Between two events nothing changes but the number of steps, which follows from the time.
+The same scenario and seed give the same outcome, to the last event.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from diloco_cli.core.rounds import Receipt
+from diloco_cli.sim.agenda import Agenda
+from diloco_cli.sim.faults import Fault
+from diloco_cli.sim.network import Link
+from diloco_cli.sim.outcome import Outcome, Tally
+from diloco_cli.sim.region import Region
+from diloco_cli.sim.scenario import Scenario, Site
+from diloco_cli.sim.server import Server
+
+Seconds = float
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Plays a scenario to its end."""
+    return Play(scenario).run()
+
+
+class Play:
+    """One performance: the regions, the server and what passes between them."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.agenda = Agenda()
+        self.server = Server(scenario, self.agenda)
+        self.server.on_call, self.server.on_publish = self._called, self._published
+        cut = _cuts(scenario)
+        self.regions = {site.name: Region(cut(site), scenario) for site in scenario.sites}
+        self.tally = Tally(scenario, training=len(self.regions))
+        self.overlap = scenario.sync.overlap > 0
+        for region in self.regions.values():
+            self._beat_later(region)
+        for fault in scenario.faults:
+            self.agenda.at(fault.time, self._struck, fault)
+
+    def run(self) -> Outcome:
+        budget, tally = self.scenario.budget, self.tally
+        happened = self.agenda.run(self.scenario.duration, lambda: tally.applied >= budget)
+        for region in self.regions.values():
+            region.advance(self.agenda.now)
+        return tally.outcome(self.regions.values(), now=self.agenda.now, events=happened)
+
+    # Heartbeats
+
+    def _beat_later(self, region: Region) -> None:
+        """The next report is due some steps from now, and no later than a quarter lease."""
+        now, quarter = self.agenda.now, self.scenario.hub.lease / 4
+        after = quarter
+        if region.training and not region.waiting:
+            after = region.reports_after * region.current - (now - region.began)
+        sent = now + min(after, quarter) if after > 0 else now + region.current
+        self.agenda.at(sent, self._beat, region)
+
+    def _beat(self, region: Region) -> None:
+        if not region.alive:
+            return
+        now, link = self.agenda.now, region.site.link
+        region.advance(now)
+        arrives = link.after(now, link.delay)
+        step = region.site.step * region.factor
+        self.agenda.at(arrives, self.server.heard, region.name, region.reports(), step)
+        self._beat_later(region)
+
+    # Calls and contributions
+
+    def _called(self, fragment: int, version: int) -> None:
+        now = self.agenda.now
+        for region in self.regions.values():
+            if region.alive:
+                link = region.site.link
+                self.agenda.at(link.after(now, link.delay), self._hears, region, fragment, version)
+
+    def _hears(self, region: Region, fragment: int, version: int) -> None:
+        region.calls[fragment] = version
+        self.agenda.at(region.boundary(self.agenda.now), self._answer, region, fragment)
+
+    def _answer(self, region: Region, fragment: int) -> None:
+        """Posts what is held, at the end of a step."""
+        now = self.agenda.now
+        if not region.training or fragment not in region.calls:
+            return
+        region.advance(now)
+        book = region.post(fragment, region.calls[fragment])
+        if book is None or book.flight is None:
+            return
+        flight, size = book.flight, self.scenario.sizes[fragment]
+        length = math.ceil(size * self.scenario.up_bits / 8)
+        about = {"base": flight.base, "clock": flight.clock, "digest": flight.digest}
+        receipt = Receipt(
+            region.name,
+            fragment,
+            **about,
+            prev=flight.prev,
+            tokens=flight.work.tokens,
+            steps=flight.work.steps,
+            bytes=length,
+        )
+        ready = now + size / self.scenario.encode_values
+        region.up, arrives = region.send(region.up, length, now=ready, shared=self._inward)
+        self.tally.bytes_up += length
+        checked = arrives + size / self.scenario.hub.check_values + self.scenario.hub.commit
+        self.agenda.at(checked, self.server.arrived, receipt, self._answers(region, receipt))
+        self._stand_still(region)
+
+    def _answers(self, region: Region, receipt: Receipt):
+        def hear(fate: str) -> None:
+            region.advance(self.agenda.now)
+            region.answered(receipt.fragment, receipt.digest, fate)
+            self.tally.turned_away += 1
+
+        return hear
+
+    def _inward(self, size: int, now: Seconds) -> Seconds:
+        self.server.up = self.server.up.send(size, now=now)
+        return self.server.up.last
+
+    def _outward(self, size: int, now: Seconds) -> Seconds:
+        self.server.down = self.server.down.send(size, now=now)
+        return self.server.down.last
+
+    # Versions
+
+    def _published(self, fragment: int, members: dict[str, Receipt]) -> None:
+        slot, now = self.server.ledger.slots[fragment], self.agenda.now
+        self.tally.published(fragment, slot.version, members, now=now)
+        length = math.ceil(self.scenario.sizes[fragment] * self.scenario.down_bits / 8)
+        for name, region in self.regions.items():
+            if region.alive:
+                told = region.site.link.after(now, region.site.link.delay)
+                region.down, arrives = region.send(
+                    region.down, length, now=told, shared=self._outward
+                )
+                self.tally.bytes_down += length
+                merged = slot.merged.get(name, "")
+                self.agenda.at(arrives, self._receives, region, fragment, slot.version, merged)
+
+    def _receives(self, region: Region, fragment: int, version: int, merged: str) -> None:
+        region.images[fragment] = version, merged
+        self.agenda.at(region.boundary(self.agenda.now), self._adopt, region, fragment)
+
+    def _adopt(self, region: Region, fragment: int) -> None:
+        if not region.training or fragment not in region.images:
+            return
+        region.advance(self.agenda.now)
+        version, merged = region.images.pop(fragment)
+        region.adopt(fragment, version, merged)
+        if region.calls.get(fragment, version) < version:
+            del region.calls[fragment]
+        elif fragment in region.calls:
+            self._answer(region, fragment)
+        self._go_on(region)
+
+    # Without overlap a region stands still between its frame and the version
+
+    def _stand_still(self, region: Region) -> None:
+        if not self.overlap and not region.waiting and region.waits():
+            region.waiting = True
+            self.tally.counted(region, training=False, now=self.agenda.now)
+
+    def _go_on(self, region: Region) -> None:
+        if region.waiting and not region.waits():
+            region.waiting, region.began = False, self.agenda.now
+            self.tally.counted(region, training=True, now=self.agenda.now)
+            self.agenda.at(self.agenda.now, self._beat_once, region)
+
+    def _beat_once(self, region: Region) -> None:
+        link = region.site.link
+        arrives = link.after(self.agenda.now, link.delay)
+        step = region.site.step * region.factor
+        self.agenda.at(arrives, self.server.heard, region.name, region.reports(), step)
+        due = region.reports_after * region.current
+        self.agenda.at(self.agenda.now + due, self._beat_at_pace, region)
+
+    def _beat_at_pace(self, region: Region) -> None:
+        if region.alive and region.training and not region.waiting:
+            region.advance(self.agenda.now)
+            link, step = region.site.link, region.site.step * region.factor
+            arrives = link.after(self.agenda.now, link.delay)
+            self.agenda.at(arrives, self.server.heard, region.name, region.reports(), step)
+
+    # Faults
+
+    def _struck(self, fault: Fault) -> None:
+        if fault.kind == "kill-server":
+            self.tally.faults += 1
+            self.server.crash(fault.duration or self.scenario.hub.restart)
+            return
+        if fault.kind == "cut":  # In the link since the beginning.
+            self.tally.faults += 1
+            return
+        region = self.regions[fault.region]
+        if fault.kind == "slow":
+            self.tally.faults += 1
+            region.paced(fault.factor, now=self.agenda.now)
+            self.agenda.at(self.agenda.now + (fault.duration or 0.0), self._recovers, region)
+        elif region.training and not region.failing:
+            # Chips that fail while their group is being rebuilt cost it nothing more.
+            self.tally.faults += 1
+            region.failing = True
+            ends = region.boundary(self.agenda.now)
+            at = ends if self.scenario.recovery.at_boundary else self.agenda.now
+            self.agenda.at(at, self._dies, region, fault)
+
+    def _recovers(self, region: Region) -> None:
+        region.paced(1.0, now=self.agenda.now)
+
+    def _dies(self, region: Region, fault: Fault) -> None:
+        recovery, now = self.scenario.recovery, self.agenda.now
+        was = region.training and not region.waiting
+        region.stop(recovery, now=now, keeps=recovery.at_boundary)
+        region.alive = fault.kind != "kill-region"
+        self.tally.counted(region, training=False, now=now, was=was)
+        away = fault.duration
+        if away is None:
+            away = recovery.detect + self._restart_time(region)
+        self.agenda.at(now + away, self._returns, region, not region.alive)
+
+    def _restart_time(self, region: Region) -> Seconds:
+        recovery = self.scenario.recovery
+        if math.isinf(recovery.shape):
+            return recovery.restart
+        scale = recovery.restart / math.gamma(1.0 + 1.0 / recovery.shape)
+        return region.chance.weibullvariate(scale, recovery.shape)
+
+    def _returns(self, region: Region, fetches: bool) -> None:
+        """A host that was lost fetches the weights anew; a trainer finds them on its disk."""
+        if not fetches:
+            self._trains_again(region)
+            return
+        length = math.ceil(self.scenario.parameters * self.scenario.whole_bits / 8)
+        region.down, arrives = region.send(
+            region.down, length, now=self.agenda.now, shared=self._outward
+        )
+        self.tally.bytes_down += length
+        self.agenda.at(arrives, self._trains_again, region)
+
+    def _trains_again(self, region: Region) -> None:
+        now, reborn = self.agenda.now, not region.alive
+        region.start(now=now)
+        self.tally.counted(region, training=True, now=now)
+        slots = self.server.ledger.slots
+        for number, slot in enumerate(slots):
+            newest = slot.version, slot.merged.get(region.name, "")
+            known = newest if reborn else region.images.pop(number, None)
+            if known:
+                region.adopt(number, *known)
+        region.images.clear()
+        region.calls = self.server.ledger.calls()
+        for number in list(region.calls):
+            self._answer(region, number)
+        if reborn:
+            self._beat_later(region)
+
+
+def _cuts(scenario: Scenario):
+    """Gives sites whose links are out whenever the schedule cuts them off."""
+    cuts: dict[str, list[tuple[Seconds, Seconds]]] = {}
+    for fault in scenario.faults:
+        if fault.kind == "cut" and fault.duration:
+            cuts.setdefault(fault.region, []).append((fault.time, fault.time + fault.duration))
+
+    def cut(site: Site) -> Site:
+        if site.name not in cuts:
+            return site
+        return replace(site, link=_without(site.link, cuts[site.name]))
+
+    return cut
+
+
+def _without(link: Link, cuts: list[tuple[Seconds, Seconds]]) -> Link:
+    """The same link, out at these times as well; times that touch become one."""
+    joined: list[tuple[Seconds, Seconds]] = []
+    for begin, end in sorted([*link.outages, *cuts]):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return replace(link, outages=tuple(joined))
