@@ -26,7 +26,7 @@ class Region:
     """One site's trainer, its agent and its two lanes."""
 
     __slots__ = (
-        *("alpha", "alive", "began", "books", "calls", "chance", "current", "down", "failing"),
+        *("alpha", "alive", "beats", "began", "books", "calls", "chance", "current", "down", "failing"),
         *("factor", "images", "lost_seconds", "marks", "name", "productive", "reports_after"),
         *("saved_at", "site", "sizes", "steps", "training", "up", "waiting", "whole"),
     )
@@ -42,7 +42,7 @@ class Region:
         self.images: dict[int, tuple[int, str]] = {}
         """Versions that arrived and are not adopted yet, each with our last merged frame."""
         self.calls: dict[int, int] = {}
-        self.steps, self.factor = 0, 1.0
+        self.steps, self.factor, self.beats = 0, 1.0, 0
         self.training, self.alive, self.failing, self.waiting = True, True, False, False
         self.began = self.saved_at = 0.0
         self.current = self._draw()

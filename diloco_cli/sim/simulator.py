@@ -43,7 +43,7 @@ class Play:
         self.tally = Tally(scenario, training=len(self.regions))
         self.overlap = scenario.sync.overlap > 0
         for region in self.regions.values():
-            self._beat_later(region)
+            self._beat_now(region)
         for fault in scenario.faults:
             self.agenda.at(fault.time, self._struck, fault)
 
@@ -56,24 +56,24 @@ class Play:
 
     # Heartbeats
 
-    def _beat_later(self, region: Region) -> None:
-        """The next report is due some steps from now, and no later than a quarter lease."""
-        now, quarter = self.agenda.now, self.scenario.hub.lease / 4
-        after = quarter
-        if region.training and not region.waiting:
-            after = region.reports_after * region.current - (now - region.began)
-        sent = now + min(after, quarter) if after > 0 else now + region.current
-        self.agenda.at(sent, self._beat, region)
+    def _beat_now(self, region: Region) -> None:
+        """Reports at once; from here on the next ones are counted."""
+        region.beats += 1
+        self._beat(region, region.beats)
 
-    def _beat(self, region: Region) -> None:
-        if not region.alive:
+    def _beat(self, region: Region, number: int) -> None:
+        """Reports after some steps, and after a quarter of a lease at the latest."""
+        if number != region.beats or not region.alive:
             return
         now, link = self.agenda.now, region.site.link
         region.advance(now)
-        arrives = link.after(now, link.delay)
         step = region.site.step * region.factor
+        arrives = link.after(now, link.delay)
         self.agenda.at(arrives, self.server.heard, region.name, region.reports(), step)
-        self._beat_later(region)
+        due = now + self.scenario.hub.lease / 4
+        if region.training and not region.waiting:
+            due = min(due, region.began + region.reports_after * region.current)
+        self.agenda.at(due, self._beat, region, number)
 
     # Calls and contributions
 
@@ -175,22 +175,7 @@ class Play:
         if region.waiting and not region.waits():
             region.waiting, region.began = False, self.agenda.now
             self.tally.counted(region, training=True, now=self.agenda.now)
-            self.agenda.at(self.agenda.now, self._beat_once, region)
-
-    def _beat_once(self, region: Region) -> None:
-        link = region.site.link
-        arrives = link.after(self.agenda.now, link.delay)
-        step = region.site.step * region.factor
-        self.agenda.at(arrives, self.server.heard, region.name, region.reports(), step)
-        due = region.reports_after * region.current
-        self.agenda.at(self.agenda.now + due, self._beat_at_pace, region)
-
-    def _beat_at_pace(self, region: Region) -> None:
-        if region.alive and region.training and not region.waiting:
-            region.advance(self.agenda.now)
-            link, step = region.site.link, region.site.step * region.factor
-            arrives = link.after(self.agenda.now, link.delay)
-            self.agenda.at(arrives, self.server.heard, region.name, region.reports(), step)
+            self._beat_now(region)
 
     # Faults
 
@@ -262,8 +247,7 @@ class Play:
         region.calls = self.server.ledger.calls()
         for number in list(region.calls):
             self._answer(region, number)
-        if reborn:
-            self._beat_later(region)
+        self._beat_now(region)
 
 
 def _cuts(scenario: Scenario):
