@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco_cli.cli import author, certs, operate, rehearse
+from diloco_cli.cli import author, operate, rehearse, simulate
 from diloco_cli.cli.interpreter import refuse_old_python
 from diloco_cli.errors import DilocoError
 
@@ -61,6 +62,7 @@ author.register(app)
 operate.register(app)
 certs.register(app)
 rehearse.register(app)
+simulate.register(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -134,7 +134,7 @@ def _fault(record: Any, where: str, regions: Sequence[str]) -> Fault:
         raise SpecError(f"{where} is {record!r}, not a fault.", hint=f"Write {EXAMPLE}")
     if unknown := set(record) - {"time", "kind", "region", "duration", "factor"}:
         raise SpecError(f"{where} has keys nobody knows: {', '.join(sorted(unknown))}.")
-    kind = record.get("kind")
+    kind: Any = record.get("kind")
     if kind not in KINDS:
         raise SpecError(f"{where} is of kind {kind!r}.", hint=nearest(str(kind), KINDS, "Kinds"))
     region = record.get("region", "")

@@ -1,8 +1,8 @@
 """What came of it: goodput by three definitions, and what it cost.
 
-    time      time spent on steps that were kept ÷ all the regions' time
-    tokens    tokens in applied updates ÷ tokens of the same time without a fault
-    members   contributors of a version ÷ regions, on average
+time      time spent on steps that were kept ÷ all the regions' time
+tokens    tokens in applied updates ÷ tokens of the same time without a fault
+members   contributors of a version ÷ regions, on average
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Tally:
         down = self._down_seconds + sum(now - since for since in self._down.values())
         # A step under way is time well spent, though not yet a step.
         spent = sum(
-            region.productive + (now - region.began if region.training and not region.waiting else 0)
+            region.productive
+            + (now - region.began if region.training and not region.waiting else 0)
             for region in regions
         )
         lost = sum(region.lost_seconds for region in regions)

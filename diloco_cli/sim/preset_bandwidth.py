@@ -79,16 +79,14 @@ def streaming_table4(seed: int = 0) -> Verdict:
         tuple(f"{target:.0%}" for target in TARGETS),
         rows,
         TABLE4,
-        (
-            Goal("cells within one step of the grid", sum(off <= 1 for off in every), 72),
-            Goal("cells that agree exactly", sum(off == 0 for off in every), 0),
-        ),
+        (Goal("cells within one step of the grid", sum(off <= 1 for off in every), 72),),
         misses,
         (
             f"fitted: {EFFECTIVE:g} of the nominal parameters travel",
             "steps of 0.1, 0.8 and 4.9 s; 24, 48 and 108 layers; H = 100; 3 layers a fragment",
             "forward, backward by activations and by weights take a third of a step each",
-            "the answer is the first of 50 rates from 0.1 to 1000 Gbit/s that reaches the target",
+            "the answer is the first of 50 rates from 0.1 to 1000 Gbit/s that reaches the target; "
+            f"{sum(off == 0 for off in every)} of 75 cells are the very same rate",
         ),
     )
 
@@ -152,9 +150,7 @@ def _ours(parameters: float, step: float, sites: int, up: float, down: float) ->
     return high
 
 
-def _pace(
-    parameters: float, step: float, sites: int, up: float, down: float, rate: float
-) -> float:
+def _pace(parameters: float, step: float, sites: int, up: float, down: float, rate: float) -> float:
     link = Link(rate=rate * figures.LINE_SHARE.value, delay=0.025)
     wide = Link(rate=sites * rate * figures.LINE_SHARE.value)
     # From the second cycle on: in the first, fragments are staggered and nobody is behind.

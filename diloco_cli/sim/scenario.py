@@ -6,6 +6,7 @@ chips is as small as one for two laptops.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -26,7 +27,7 @@ class Site:
     """One inner step, on average."""
     tokens: float
     """In one inner step."""
-    link: Link = Link()
+    link: Link = field(default_factory=Link)
     jitter: float = 0.0
     """Standard deviation of a step's time, as a share of it."""
     chips: int = 1
@@ -42,7 +43,7 @@ class Recovery:
     shape: float = math.inf
     """Weibull's shape of the time to restart; infinite: always the same."""
     checkpoint: Seconds = 20.0
-    """Between two durable points. What was trained since the last one, and is in no frame, is lost."""
+    """Between two durable points; what was trained since, and is in no frame, is lost."""
     at_boundary: bool = False
     """The group finishes its step without the lost chips and loses only time."""
 
@@ -51,7 +52,7 @@ class Recovery:
 class Hub:
     """The server."""
 
-    link: Link = Link()
+    link: Link = field(default_factory=Link)
     """Shared by all regions, each direction apart."""
     lease: Seconds = 10.0
     merge_values: float = figures.MERGE_VALUES.value
@@ -99,4 +100,4 @@ def even(parameters: float, fragments: int) -> tuple[int, ...]:
     """Sizes of fragments cut as evenly as can be."""
     whole, edges = int(parameters), range(fragments + 1)
     cuts = [whole * edge // fragments for edge in edges]
-    return tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(b - a for a, b in itertools.pairwise(cuts))

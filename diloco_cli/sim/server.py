@@ -134,7 +134,9 @@ class Server:
             )
             self.on_call(fragment, version)
         wakes = self._close_ready(live, now)
-        wakes += [end for seen in self.seen.values() if (end := seen + self.scenario.hub.lease) > now]
+        wakes += [
+            end for seen in self.seen.values() if (end := seen + self.scenario.hub.lease) > now
+        ]
         if wakes:
             self.wake(min(wakes))
 

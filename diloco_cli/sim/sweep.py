@@ -1,0 +1,93 @@
+"""Many rehearsals at once: every combination of the values that are varied.
+
+--vary regions=2,4,8 --vary link=0.5,1,2Gbit --vary sync.every=12,24
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from diloco_cli.errors import SpecError
+from diloco_cli.sim.outcome import Outcome
+from diloco_cli.sim.rehearsal import World, parse_span, scenario_of, with_regions
+from diloco_cli.sim.scenario import Scenario
+from diloco_cli.sim.simulator import simulate
+from diloco_cli.spec.schema import RunSpec
+
+WORLDLY = ("regions", "link", "step", "flops", "mtbf", "restart", "seed")
+MOST = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """One combination and what came of it."""
+
+    varied: dict[str, str]
+    scenario: Scenario
+    outcome: Outcome
+    assumptions: list[str]
+
+    @property
+    def label(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.varied.items()) or "as given"
+
+
+def parse_vary(words: Sequence[str]) -> dict[str, list[str]]:
+    """Reads KEY=VALUE,VALUE; a unit after the last value counts for those without one."""
+    axes: dict[str, list[str]] = {}
+    for word in words:
+        key, given, values = word.partition("=")
+        listed = [value.strip() for value in values.split(",") if value.strip()]
+        if not given or not listed or (key not in WORLDLY and "." not in key):
+            raise SpecError(
+                f"--vary {word} is not understood.",
+                hint=f"Vary {', '.join(WORLDLY)}, or a key of the spec: --vary sync.every=12,24",
+            )
+        unit = re.search(r"[A-Za-z].*$", listed[-1])
+        if unit and key in ("link", "step", "mtbf", "restart"):
+            listed = [v if re.search(r"[A-Za-z]", v) else v + unit[0] for v in listed]
+        axes[key] = listed
+    count = 1
+    for values in axes.values():
+        count *= len(values)
+    if count > MOST:
+        raise SpecError(f"--vary asks for {count:,} rehearsals; {MOST:,} are the most at once.")
+    return axes
+
+
+def sweep(
+    load: Callable[[Sequence[str]], RunSpec], world: World, axes: dict[str, list[str]]
+) -> Iterator[Rehearsed]:
+    """Rehearses every combination; `load` gives the spec with some keys overridden."""
+    for chosen in itertools.product(*axes.values()):
+        varied = dict(zip(axes, chosen, strict=True))
+        overrides = [f"{key}={value}" for key, value in varied.items() if "." in key]
+        spec, own = load(overrides), world
+        for key, value in varied.items():
+            spec, own = _changed(spec, own, key, value)
+        scenario, said = scenario_of(spec, own)
+        yield Rehearsed(varied, scenario, simulate(scenario), said)
+
+
+def _changed(spec: RunSpec, world: World, key: str, value: str) -> tuple[RunSpec, World]:
+    try:
+        if key == "regions":
+            return with_regions(spec, int(value)), world
+        if key == "link":
+            # A rate alone keeps the round trip that --link gave.
+            rest = [link.partition("/")[2] for link in world.links if "=" not in link]
+            words = value if "/" in value or not rest else f"{value}/{rest[-1]}"
+            return spec, replace(world, links=(words,))
+        if key == "restart":
+            recovery = replace(world.recovery, restart=parse_span(value))
+            return spec, replace(world, recovery=recovery)
+        if key in ("step", "mtbf"):
+            return spec, replace(world, **{key: parse_span(value)})
+        if key == "flops":
+            return spec, replace(world, flops=float(value))
+        return spec, replace(world, seed=int(value)) if key == "seed" else world
+    except ValueError:
+        raise SpecError(f"--vary {key}={value}: {value!r} is no number.") from None
