@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from diloco_cli.cli.link_stage import REGIONS, Stage, stage
+from diloco_cli.cli.probe import measure
 from diloco_cli.cli.raw_tls import raw_tls
 from diloco_cli.errors import DilocoError
 from diloco_cli.net.client import Server
@@ -272,26 +273,11 @@ def _submitting(running: Stage, server: Server) -> _Submitting:
 
 def _to(url: str, say: Callable[[str], None]) -> list[Figure]:
     """What can be measured at somebody's server without taking part in its run."""
-    with Server(url) as server:
-        about = server.run()
-        trips = []
-        for _ in range(20):
-            began = time.monotonic()
-            server.status()
-            trips.append(time.monotonic() - began)
-        fragment = max(range(len(about.fragments)), key=lambda number: about.fragments[number])
-        latest = server.latest(fragment, wait=0)
-        version = latest.version if latest else 0
-        rates = []
-        for _ in range(3):
-            began = time.monotonic()
-            size = len(server.whole(fragment, version).data)
-            rates.append(size / (time.monotonic() - began))
-            say(f"fragment {fragment}, {size / 1e6:.1f} MB: {server.down}")
+    way = measure(url, say)
     # The first answers of a connection, and the first encoding, are slower than the others.
     return [
-        _figure("status, p50", statistics.median(trips), "s", min(trips)),
-        _figure("largest fragment, down", statistics.median(rates), "MB/s", max(rates)),
+        _figure("status, p50", way.round_trip, "s", min(way.trips)),
+        _figure("largest fragment, down", way.rate / 8, "MB/s", max(way.rates)),
     ]
 
 

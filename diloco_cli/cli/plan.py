@@ -1,0 +1,178 @@
+"""The command `diloco plan`: what a run needs and what to expect, before it begins."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco_cli.cli.author import Format, OutputFormat, Overrides, SpecFile
+from diloco_cli.cli.simulate import Flops, Links, Step
+
+if TYPE_CHECKING:
+    from diloco_cli.sim.plan import Plan
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command of this module."""
+    app.command()(plan)
+
+
+def plan(
+    spec_file: SpecFile,
+    overrides: Overrides = None,
+    link: Links = None,
+    probe: Annotated[
+        str, typer.Option(metavar="URL", help="Measure the way to this running server first.")
+    ] = "",
+    server_link: Annotated[
+        str, typer.Option(metavar="RATE", help="The server's own line, shared by all.")
+    ] = "",
+    step: Step = "",
+    flops: Flops = None,
+    mtbf: Annotated[
+        str, typer.Option(metavar="TIME", help="Between two failures of a region, as in 6h.")
+    ] = "",
+    restart: Annotated[str, typer.Option(metavar="TIME", help="Until it trains again.")] = "8s",
+    cores: Annotated[int, typer.Option(min=1, help="Cores that the server merges on.")] = 1,
+    target: Annotated[
+        float, typer.Option(min=0.5, max=0.999, help="Share of the pace that lines must allow.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Faults follow from it.")] = 0,
+    format: OutputFormat = Format.text,
+) -> None:
+    """Say what a run needs, what to expect of it and what to change; nothing is started."""
+    from diloco_cli.assemble import load_run
+    from diloco_cli.sim import plan as planning
+    from diloco_cli.sim.rehearsal import World, parse_span
+    from diloco_cli.sim.scenario import Recovery
+
+    spec = load_run(spec_file, overrides or ()).spec
+    links, said = list(link or []), []
+    if probe:
+        links, said = _probed(probe, links)
+    world = World(
+        step=parse_span(step) if step else None,
+        flops=flops,
+        links=tuple(links),
+        server_link=server_link,
+        mtbf=parse_span(mtbf) if mtbf else math.inf,
+        recovery=Recovery(restart=parse_span(restart)),
+        cores=cores,
+        seed=seed,
+    )
+    found = planning.plan(spec, world, target=target)
+    found.assumptions.extend(said)
+    if format is Format.json:
+        text = json.dumps(planning.as_data(found), indent=2, ensure_ascii=False, default=str)
+        typer.echo(text.replace("Infinity", "null"))
+    else:
+        _print(found)
+
+
+def _probed(url: str, links: list[str]) -> tuple[list[str], list[str]]:
+    """Puts the measured link before those that were given, which count for their regions."""
+    from diloco_cli.cli.probe import measure
+    from diloco_cli.sim.figures import LINE_SHARE
+
+    way = measure(url, lambda text: typer.echo(text, err=True))
+    said = f"the way to {url} was measured: {way.words} downwards; upwards the same is assumed"
+    # What was measured is net already.
+    gross = way.rate / LINE_SHARE.value / 1e6
+    return [f"{gross:.3f}Mbit/{1000 * way.round_trip:.3f}ms", *links], [said]
+
+
+def _print(found: Plan) -> None:
+    from diloco_cli.sim.needs import gbit
+
+    scenario, needs, expected, memory = (
+        found.scenario,
+        found.needs,
+        found.expected,
+        found.memory,
+    )
+    sync, share = found.spec.sync, f"{found.target:.0%}"
+    lines: list[tuple[str, str]] = [
+        ("model", f"{scenario.parameters:,} parameters in {len(scenario.sizes)} fragments"),
+        (
+            "trainer",
+            f"{size(memory.device)} on the device and about {size(memory.activations)} of "
+            f"activations; {size(memory.host)} on the host",
+        ),
+        ("server", f"{size(memory.server)} of memory, {size(memory.server_disk)} of disk"),
+        (
+            "a fragment",
+            f"{size(needs.fragment_up)} up, {size(needs.fragment_down)} down, one about every "
+            f"{sync.every / sync.fragments:.3g} steps",
+        ),
+        (
+            "a day",
+            f"{size(needs.day_up)} up and {size(needs.day_down)} down for each region",
+        ),
+        (
+            f"for {share}",
+            f"each region {gbit(needs.need_up)} up and {gbit(needs.need_down)} down; the server "
+            f"{gbit(needs.server_in)} in, {gbit(needs.server_out)} out, {needs.merge_cores:.2g} "
+            "cores to merge",
+        ),
+        (
+            "goodput",
+            f"{expected.goodput_time:.1%} of the time, participation "
+            f"{expected.participation:.1%}, utilisation {expected.utilisation:.1%}, pace "
+            f"{expected.pace:.0%}",
+        ),
+        ("tokens", f"{found.tokens_per_day:,.3g} a day, {_days(found.days)} to the budget"),
+        ("held up by", found.binding),
+    ]
+    typer.echo(found.spec.name)
+    for name, words in lines:
+        typer.echo(f"  {name:<11} {words}")
+    _print_advice(found)
+    typer.echo("\nTime-outs:")
+    for one in found.time_outs:
+        typer.echo(f"  {one.name:<23} {one.seconds:8.1f} s  {one.why}")
+    typer.echo("\nAssumed:")
+    for words in found.assumptions:
+        typer.echo(f"  {words}")
+
+
+def _print_advice(found: Plan) -> None:
+    from diloco_cli.sim.advice import pasted
+    from diloco_cli.sim.plan import tokens_per_day
+
+    if not found.advice or found.better is None:
+        typer.echo("\nNothing needs to change.")
+        return
+    typer.echo("\nBetter:")
+    for advice in found.advice:
+        value = advice.value["kind"] if isinstance(advice.value, dict) else advice.value
+        typer.echo(f"  {advice.key}: {value}")
+        typer.echo(f"      why    {advice.why}")
+        typer.echo(f"      price  {advice.price}")
+    better = found.better
+    rate = tokens_per_day(better)
+    days = found.spec.budget.tokens / rate if rate else math.inf
+    typer.echo(
+        f"  Then: pace {better.pace:.0%} of the new period, utilisation {better.utilisation:.1%}, "
+        f"{_days(days)} to the budget. To paste:"
+    )
+    for line in pasted(found.spec, found.advice):
+        typer.echo(f"\n{line}")
+
+
+def _days(days: float) -> str:
+    if not math.isfinite(days):
+        return "never"
+    if days >= 1:
+        return f"{days:,.3g} days"
+    return f"{24 * days:.2g} hours" if days >= 1 / 24 else f"{1440 * days:.2g} minutes"
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for power, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= power:
+            return f"{count / power:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"
