@@ -19,6 +19,7 @@ import typer
 from diloco_cli.cli import author, certs, operate, rehearse
 from diloco_cli.cli import author, operate, rehearse, simulate
 from diloco_cli.cli import author, operate, plan, rehearse, simulate
+from diloco_cli.cli import author, doctor, operate, plan, rehearse, simulate
 from diloco_cli.cli.interpreter import refuse_old_python
 from diloco_cli.errors import DilocoError
 
@@ -65,6 +66,7 @@ certs.register(app)
 rehearse.register(app)
 simulate.register(app)
 plan.register(app)
+doctor.register(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

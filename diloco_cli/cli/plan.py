@@ -119,7 +119,7 @@ def _print(found: Plan) -> None:
         ),
         (
             "goodput",
-            f"{expected.goodput_time:.1%} of the time, participation "
+            f"{found.goodput:.1%} of the time, participation "
             f"{expected.participation:.1%}, utilisation {expected.utilisation:.1%}, pace "
             f"{expected.pace:.0%}",
         ),
@@ -152,7 +152,7 @@ def _print_advice(found: Plan) -> None:
         typer.echo(f"      why    {advice.why}")
         typer.echo(f"      price  {advice.price}")
     better = found.better
-    rate = tokens_per_day(better)
+    rate = tokens_per_day(better) * found.unbroken
     days = found.spec.budget.tokens / rate if rate else math.inf
     typer.echo(
         f"  Then: pace {better.pace:.0%} of the new period, utilisation {better.utilisation:.1%}, "

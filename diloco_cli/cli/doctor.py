@@ -1,0 +1,63 @@
+"""The command `diloco doctor`: is this host ready?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco_cli.cli.author import Format, OutputFormat, Overrides
+from diloco_cli.cli.simulate import Flops, Step
+
+MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command of this module."""
+    app.command()(doctor)
+
+
+def doctor(
+    spec_file: Annotated[
+        Path | None, typer.Argument(metavar="[SPEC]", help="The run this host is to take part in.")
+    ] = None,
+    overrides: Overrides = None,
+    server: Annotated[
+        str, typer.Option(metavar="URL", help="The server to reach; it then does not run here.")
+    ] = "",
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="FOLDER", help="Where the run will be kept.")
+    ] = Path("runs"),
+    step: Step = "",
+    flops: Flops = None,
+    format: OutputFormat = Format.text,
+) -> None:
+    """Say whether this host is ready, one line a check; ends with 1 if something is not."""
+    from diloco_cli.cli import checkup
+
+    found = None
+    checks = list(checkup.host(folder))
+    if spec_file is not None:
+        from diloco_cli.assemble import load_run
+        from diloco_cli.sim.plan import plan
+        from diloco_cli.sim.rehearsal import World, parse_span
+
+        spec = load_run(spec_file, overrides or ()).spec
+        found = plan(spec, World(step=parse_span(step) if step else None, flops=flops))
+        checks += checkup.against(found, folder, serves=not server)
+    if server:
+        from diloco_cli.cli import reach
+
+        checks += reach.server(server, found)
+    answer = checkup.summary(checks)
+    if format is Format.json:
+        typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+    else:
+        for check in checks:
+            typer.echo(f"{MARKS[check.state]}  {check.name:<11} {check.said}")
+            if check.state != "ok" and check.fix:
+                typer.echo(f"      {'':<11} fix: {check.fix}")
+    if not answer["ok"]:
+        raise typer.Exit(1)
