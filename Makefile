@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: install demo test lint model dst killloop powercut poison fuzz schema bench docs clean
+.PHONY: install demo test lint model dst poison fuzz bench docs clean
+.PHONY: install demo test lint model rehearse bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -49,6 +51,10 @@ fuzz: install                    ## a million bad inputs for each decoder and en
 
 poison: install                  ## one region of eight lies, in every way we know
 	$(BIN)/python -m tests.poison.rehearsal
+rehearse: install                ## every published table the simulator repeats, cell by cell
+	for preset in streaming-table4 decoupled-table1 dp-bandwidth hetero llama3 12b-four-regions planet; do \
+		$(BIN)/diloco simulate $$preset || exit 1; \
+	done
 
 schema: install                  ## thousands of requests made up from /openapi.json
 	SCHEMA_EXAMPLES=400 $(BIN)/python -m pytest tests/security/test_schema.py

@@ -109,7 +109,7 @@ def _print(found: Plan) -> None:
         ),
         (
             "a day",
-            f"{size(needs.day_up)} up and {size(needs.day_down)} down for each region",
+            f"{size(found.day[0])} up and {size(found.day[1])} down for each region",
         ),
         (
             f"for {share}",

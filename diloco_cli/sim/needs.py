@@ -76,8 +76,6 @@ class Traffic:
     """Bytes of one exchange of the whole model."""
     cycle_down: float
     cycle_seconds: Seconds
-    day_up: float
-    day_down: float
     need_up: float
     """Bits a second for the target."""
     need_down: float
@@ -100,8 +98,6 @@ def traffic(scenario: Scenario, target: float) -> Traffic:
         cycle_up=size * up / 8,
         cycle_down=size * down / 8,
         cycle_seconds=seconds,
-        day_up=86400 / seconds * size * up / 8,
-        day_down=86400 / seconds * size * down / 8,
         need_up=need_up,
         need_down=need_down,
         server_in=sites * need_up,

@@ -60,6 +60,12 @@ class Plan:
         return tokens_per_day(self.expected) * self.unbroken
 
     @property
+    def day(self) -> tuple[float, float]:
+        """Bytes that one region sends and fetches in a day, as rehearsed."""
+        share = 86400 / self.expected.seconds / len(self.scenario.sites) * self.unbroken
+        return self.expected.bytes_up * share, self.expected.bytes_down * share
+
+    @property
     def days(self) -> float:
         rate = self.tokens_per_day
         return self.spec.budget.tokens / rate if rate else math.inf
@@ -177,6 +183,7 @@ def as_data(found: Plan) -> dict[str, Any]:
         "expected": {
             **expected.as_data(),
             "goodput": found.goodput,
+            "bytes_per_day": {"up": found.day[0], "down": found.day[1]},
             "tokens_per_day": found.tokens_per_day,
             "days_to_budget": found.days,
         },

@@ -103,12 +103,14 @@ def goodput(
 HETERO = {"quorum 8, no overlap": [84.0], "quorum 1, no grace": [100.0], "quorum 1, grace": [100.0]}
 
 
-def hetero(seed: int = 0) -> Verdict:
+def hetero(seed: int = 0, seconds: float = 900.0) -> Verdict:
     """Eight learners, half of them 18 % slower, steps that vary by a tenth."""
     found = {
-        "quorum 8, no overlap": _hetero(SyncSpec(**_PAPER, overlap=0, quorum=8), seed),
-        "quorum 1, no grace": _hetero(SyncSpec(**_PAPER, grace=GraceSpec(kind="none")), seed),
-        "quorum 1, grace": _hetero(SyncSpec(**_PAPER), seed),
+        "quorum 8, no overlap": _hetero(SyncSpec(**_PAPER, overlap=0, quorum=8), seed, seconds),
+        "quorum 1, no grace": _hetero(
+            SyncSpec(**_PAPER, grace=GraceSpec(kind="none")), seed, seconds
+        ),
+        "quorum 1, grace": _hetero(SyncSpec(**_PAPER), seed, seconds),
     }
     rows = {
         name: [100 * one.utilisation, 100 * one.participation, one.staleness]
@@ -140,7 +142,7 @@ def hetero(seed: int = 0) -> Verdict:
 _PAPER = {"fragments": 24, "every": 24, "adopt": "replace"}
 
 
-def _hetero(sync: SyncSpec, seed: int) -> Outcome:
+def _hetero(sync: SyncSpec, seed: int, seconds: float) -> Outcome:
     sites = tuple(
         Site(f"learner-{n}", 1.0 if n % 2 else 1.18, 1.0, Link(delay=0.0005), jitter=0.1)
         for n in range(8)
@@ -151,7 +153,7 @@ def _hetero(sync: SyncSpec, seed: int) -> Outcome:
             sites,
             even(5e9, 24),
             sync,
-            900.0,
+            seconds,
             hub=IDEAL,
             encode_values=math.inf,
             seed=seed,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 from diloco_cli.core import delta
@@ -179,10 +178,3 @@ class Region:
         self.failing = self.waiting = False
         self.began = self.saved_at = now
         self.current = self._draw()
-
-    def send(
-        self, lane: Lane, size: int, *, now: Seconds, shared: Callable[[int, Seconds], Seconds]
-    ) -> tuple[Lane, Seconds]:
-        """Puts bytes on the region's lane and the server's; they are there when both are done."""
-        moved = lane.send(size, now=now)
-        return moved, max(moved.last, shared(size, now))

@@ -44,7 +44,8 @@ class World:
     kind: faults.Kind = "kill-trainer"
     server_mtbf: Seconds = math.inf
     recovery: Recovery = field(default_factory=Recovery)
-    jitter: float = 0.0
+    jitter: float = 0.05
+    """Of real machines; without any, regions would march in step."""
     cores: int = 1
     """That the server merges on."""
     duration: Seconds | None = None

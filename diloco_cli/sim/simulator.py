@@ -110,8 +110,7 @@ class Play:
             bytes=length,
         )
         ready = now + size / self.scenario.encode_values
-        region.up, arrives = region.send(region.up, length, now=ready, shared=self._inward)
-        self.tally.bytes_up += length
+        arrives = self._sent(region, length, ready)
         checked = arrives + size / self.scenario.hub.check_values + self.scenario.hub.commit
         self.agenda.at(checked, self.server.arrived, receipt, self._answers(region, receipt))
         self._stand_still(region)
@@ -124,13 +123,21 @@ class Play:
 
         return hear
 
-    def _inward(self, size: int, now: Seconds) -> Seconds:
-        self.server.up = self.server.up.send(size, now=now)
-        return self.server.up.last
+    # Bytes pass the region's lane and the server's at once; they are there when both are done.
+    # A region that is cut off must not hold up the server's lane, so that one is used now.
 
-    def _outward(self, size: int, now: Seconds) -> Seconds:
-        self.server.down = self.server.down.send(size, now=now)
-        return self.server.down.last
+    def _sent(self, region: Region, length: int, ready: Seconds) -> Seconds:
+        region.up = region.up.send(length, now=ready)
+        self.server.up = self.server.up.send(length, now=ready)
+        self.tally.bytes_up += length
+        return max(region.up.last, self.server.up.last)
+
+    def _fetched(self, region: Region, length: int) -> Seconds:
+        now, link = self.agenda.now, region.site.link
+        region.down = region.down.send(length, now=link.after(now, link.delay))
+        self.server.down = self.server.down.send(length, now=now)
+        self.tally.bytes_down += length
+        return max(region.down.last, self.server.down.last)
 
     # Versions
 
@@ -140,11 +147,7 @@ class Play:
         length = math.ceil(self.scenario.sizes[fragment] * self.scenario.down_bits / 8)
         for name, region in self.regions.items():
             if region.alive:
-                told = region.site.link.after(now, region.site.link.delay)
-                region.down, arrives = region.send(
-                    region.down, length, now=told, shared=self._outward
-                )
-                self.tally.bytes_down += length
+                arrives = self._fetched(region, length)
                 merged = slot.merged.get(name, "")
                 self.agenda.at(arrives, self._receives, region, fragment, slot.version, merged)
 
@@ -227,11 +230,7 @@ class Play:
             self._trains_again(region)
             return
         length = math.ceil(self.scenario.parameters * self.scenario.whole_bits / 8)
-        region.down, arrives = region.send(
-            region.down, length, now=self.agenda.now, shared=self._outward
-        )
-        self.tally.bytes_down += length
-        self.agenda.at(arrives, self._trains_again, region)
+        self.agenda.at(self._fetched(region, length), self._trains_again, region)
 
     def _trains_again(self, region: Region) -> None:
         now, reborn = self.agenda.now, not region.alive

@@ -1,0 +1,102 @@
+"""`diloco doctor`: one line a check, a fix for each that fails, an exit code for scripts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco_cli.cli.app import app
+from diloco_cli.cli.link_stage import stage
+
+ROOT = Path(__file__).parents[2]
+QUICK = str(ROOT / "pipelines" / "quickstart.yaml")
+
+
+def run(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    result = CliRunner().invoke(app, ["doctor", *arguments, "--format", "json"])
+    found = json.loads(result.stdout)
+    assert found["ok"] == (result.exit_code == 0)
+    return result.exit_code, {check["name"]: check for check in found["checks"]}
+
+
+def test_this_host_is_ready_for_the_quickstart(tmp_path: Path):
+    code, checks = run(QUICK, "--dir", str(tmp_path / "not" / "yet"))
+    assert code == 0, checks
+    names = {"versions", "cores", "open files", "inodes", "disk", "memory", "devices", "port"}
+    assert set(checks) == names
+
+
+def test_a_model_that_cannot_fit_fails_with_a_fix():
+    code, checks = run(QUICK, "--set", "model.layers=80", "--set", "model.width=16384")
+    assert code == 1
+    for name in ("disk", "memory"):
+        assert checks[name]["state"] == "fail" and checks[name]["fix"]
+
+
+def test_a_port_that_is_taken_is_noticed():
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        code, checks = run(QUICK, "--set", f"server.listen=127.0.0.1:{port}")
+    assert code == 1
+    assert "listens there already" in checks["port"]["said"]
+
+
+def test_a_server_that_is_not_there_is_said_in_one_line():
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        result = CliRunner().invoke(app, ["doctor", "--server", url])
+    assert result.exit_code == 1
+    failed = [line for line in result.stdout.splitlines() if line.startswith("FAIL")]
+    assert len(failed) == 1 and "reachable" in failed[0]
+    assert "fix:" in result.stdout
+
+
+class _Old(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def old_server() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), _Old)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_somebody_who_speaks_no_http2_is_noticed(old_server: str):
+    code, checks = run("--server", old_server)
+    assert code == 1
+    assert checks["reachable"]["state"] == "ok"
+    assert checks["HTTP/2"]["state"] == "fail"
+
+
+@pytest.mark.live
+def test_a_real_server_is_looked_at_step_by_step():
+    with stage(400_000) as running:
+        code, checks = run("--server", running.url)
+        assert code == 0, checks
+        assert list(checks)[-6:] == ["reachable", "TLS", "HTTP/2", "clock", "wire", "link"]
+        code, checks = run(QUICK, "--server", running.url)
+    assert code == 1
+    assert "another spec and layout" in checks["spec"]["said"]
+    assert "port" not in checks  # The server does not run here.

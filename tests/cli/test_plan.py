@@ -1,0 +1,138 @@
+"""`diloco plan`: needs, expectation, what holds it up, and advice that can be taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from diloco_cli.assemble import load_run, resolve
+from diloco_cli.cli.app import app
+from diloco_cli.cli.link_stage import stage
+from diloco_cli.net.gauge import PATIENCE
+from diloco_cli.net.transport import Timeouts
+from diloco_cli.sim.advice import advised, followed, pasted
+from diloco_cli.sim.needs import traffic
+from diloco_cli.sim.plan import plan, unbroken
+from diloco_cli.sim.rehearsal import World, scenario_of
+from diloco_cli.sim.scenario import Recovery
+from diloco_cli.spec.schema import RunSpec
+
+ROOT = Path(__file__).parents[2]
+QUICK = str(ROOT / "pipelines" / "quickstart.yaml")
+GUIDE = ROOT / "docs" / "guides" / "plan-a-run.md"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def data(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--format", "json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def spec(**sync: Any) -> RunSpec:
+    overrides = [f"sync.{key}={value}" for key, value in sync.items()]
+    return load_run(QUICK, overrides).spec
+
+
+def test_bytes_and_rates_follow_from_fragments_and_bits():
+    found, size = data(QUICK, "--step", "1s"), resolve(spec()).layout.size
+    traffic = found["traffic"]
+    assert found["parameters"] == size
+    assert traffic["cycle_up"] == pytest.approx(size * 2.95 / 8)
+    assert traffic["need_up"] == pytest.approx(0.95 * size * 2.95 / 24 / 0.9)
+    assert traffic["server_in"] == pytest.approx(2 * traffic["need_up"])
+    per_day = found["expected"]["bytes_per_day"]["up"]
+    assert per_day == pytest.approx(86400 / 24 * size * 2.95 / 8, rel=0.25)
+
+
+def test_a_large_model_is_planned_without_being_allocated():
+    found = data(QUICK, "--set", "model.layers=80", "--set", "model.width=16384", "--step", "9s")
+    assert found["parameters"] > 100e9
+    assert found["memory"]["device"] == pytest.approx(16 * found["parameters"])
+
+
+def test_what_holds_it_up_is_said_in_words():
+    words = run(
+        QUICK, "--step", "1s", "--link", "left=unlimited/1ms", "--link", "right=20kbit/50ms"
+    )
+    assert "the line of right has 20 kbit/s" in words.output
+    assert "regions' own speed" in run(QUICK, "--step", "1s").output
+    slow = run(QUICK, "--step", "1s", "--mtbf", "60s", "--restart", "60s")
+    assert "failures" in slow.output
+
+
+@pytest.mark.parametrize("rate", ["300kbit", "150kbit", "60kbit", "30kbit"])
+def test_advice_that_is_taken_makes_the_line_wide_enough(rate: str):
+    asked, world = spec(), World(step=1.0, links=(f"{rate}/50ms",))
+    scenario, _ = scenario_of(asked, world)
+    advice = advised(asked, scenario, 0.95)
+    assert advice and all(one.why and one.price for one in advice)
+    taken, _ = scenario_of(followed(asked, advice), world)
+    needs, line = traffic(taken, 0.95), scenario.sites[0].link.rate / 0.9
+    assert max(needs.need_up, needs.need_down) <= line * 1.001
+
+
+def test_a_hopeless_line_is_called_so():
+    asked = spec()
+    scenario, _ = scenario_of(asked, World(step=1.0, links=("1kbit/50ms",)))
+    assert "too narrow" in advised(asked, scenario, 0.95)[-1].why
+
+
+def test_lines_to_paste_are_yaml_of_a_spec_that_loads():
+    asked = spec(overlap=0, quorum=2)
+    scenario, _ = scenario_of(asked, World(step=1.0, links=("60kbit/50ms",)))
+    advice = advised(asked, scenario, 0.95)
+    assert {"sync.overlap", "sync.quorum"} <= {one.key for one in advice}
+    whole = asked.model_dump()
+    for line in pasted(asked, advice):
+        whole |= yaml.safe_load(line)
+    assert RunSpec.model_validate(whole).sync.overlap == 2
+
+
+def test_without_overlap_the_same_target_needs_a_wider_line():
+    waits, goes_on = (
+        traffic(scenario_of(spec(overlap=n), World(step=1.0))[0], 0.95).need_down for n in (0, 2)
+    )
+    assert waits > 5 * goes_on
+
+
+def test_failures_cost_restarts_and_lost_work():
+    recovery = Recovery(detect=1.0, restart=89.0, checkpoint=20.0)
+    assert unbroken(World(mtbf=900.0, recovery=recovery)) == pytest.approx(0.9)
+    assert unbroken(World()) == 1.0
+
+
+def test_time_outs_are_those_the_run_will_use():
+    found = plan(spec(), World(step=1.0, links=("1Mbit/50ms",)))
+    outs = {one.name: one.seconds for one in found.time_outs}
+    size, waits = int(found.needs.fragment_up), Timeouts()
+    assert outs["connect"] == waits.connect
+    assert outs["fragment up, at first"] == waits.transfer(size)
+    assert outs["fragment up, then"] == pytest.approx(waits.answer + PATIENCE * size / (0.9e6 / 8))
+    assert outs["lease"] == 10.0
+
+
+@pytest.mark.live
+def test_a_probe_measures_the_way_to_a_real_server():
+    with stage(400_000) as running:
+        result = run(QUICK, "--step", "1s", "--probe", running.url)
+    assert result.exit_code == 0, result.output
+    assert f"the way to {running.url} was measured" in result.output
+
+
+def test_the_guide_plans_a_spec_that_loads(tmp_path: Path):
+    text = GUIDE.read_text().partition("```yaml\n")[2].partition("```")[0]
+    file = tmp_path / "twelve-billion.yaml"
+    file.write_text(text)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("text")
+    found = load_run(file).spec
+    assert resolve(found).layout.size == pytest.approx(12e9, rel=0.05)
