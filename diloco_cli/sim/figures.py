@@ -44,7 +44,7 @@ ENCODE_VALUES = Figure(1.3e9, f"{WIRE}, encode, one core")
 CHECK_VALUES = Figure(1.3e9, f"{WIRE}, decode + add, one core")
 """Values looked at in a second before a contribution is accepted."""
 
-LINE_SHARE = Figure(0.9, "diloco bench link, 1 Gbit/s and 50 ms")
+LINE_SHARE = Figure(0.85, "the least that diloco bench link asks of 1 Gbit/s and 50 ms")
 """Part of a line's rate that bodies get, after headers, acknowledgements and slow starts."""
 
 

@@ -16,12 +16,12 @@ from diloco_cli.spec.schema import SyncSpec
 
 YEAR = 365.25 * 86400
 REGIONS, CHIPS = 1000, 1000
-HOURS = 1.0
+HOURS = 0.5
 
 
 def planet(seed: int = 0, regions: int = REGIONS, hours: float = HOURS) -> Verdict:
-    """A thousand regions of a thousand chips each, an hour of them."""
-    began = time.monotonic()
+    """A thousand regions of a thousand chips each, half an hour of them."""
+    began, used = time.monotonic(), time.process_time()
     names = [f"region-{number:04d}" for number in range(regions)]
     seconds = 3600 * hours
     scenario = Scenario(
@@ -60,6 +60,7 @@ def planet(seed: int = 0, regions: int = REGIONS, hours: float = HOURS) -> Verdi
             "versions": [float(one.versions)],
             "petabytes moved": [(one.bytes_up + one.bytes_down) / 1e15],
             "events": [float(one.events)],
+            "processor seconds": [time.process_time() - used],
         },
         goals=(
             Goal("seconds it took", took, 60.0, lower=True, unit="s"),

@@ -78,7 +78,8 @@ def scenario_of(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
         down_bits=figures.bits(spec.wire.down, figures.BITS_DOWN),
         hub=Hub(
             wide,
-            spec.server.lease,
+            # Heartbeats between two steps say nothing new: a twentieth of a step is often enough.
+            max(spec.server.lease, max(site.step for site in sites) / 5),
             merge_values=world.cores * figures.MERGE_VALUES.value,
             check_values=world.cores * figures.CHECK_VALUES.value,
         ),

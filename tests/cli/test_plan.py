@@ -16,6 +16,7 @@ from diloco_cli.cli.link_stage import stage
 from diloco_cli.net.gauge import PATIENCE
 from diloco_cli.net.transport import Timeouts
 from diloco_cli.sim.advice import advised, followed, pasted
+from diloco_cli.sim.figures import LINE_SHARE
 from diloco_cli.sim.needs import traffic
 from diloco_cli.sim.plan import plan, unbroken
 from diloco_cli.sim.rehearsal import World, scenario_of
@@ -47,7 +48,7 @@ def test_bytes_and_rates_follow_from_fragments_and_bits():
     traffic = found["traffic"]
     assert found["parameters"] == size
     assert traffic["cycle_up"] == pytest.approx(size * 2.95 / 8)
-    assert traffic["need_up"] == pytest.approx(0.95 * size * 2.95 / 24 / 0.9)
+    assert traffic["need_up"] == pytest.approx(0.95 * size * 2.95 / 24 / LINE_SHARE.value)
     assert traffic["server_in"] == pytest.approx(2 * traffic["need_up"])
     per_day = found["expected"]["bytes_per_day"]["up"]
     assert per_day == pytest.approx(86400 / 24 * size * 2.95 / 8, rel=0.25)
@@ -69,14 +70,14 @@ def test_what_holds_it_up_is_said_in_words():
     assert "failures" in slow.output
 
 
-@pytest.mark.parametrize("rate", ["300kbit", "150kbit", "60kbit", "30kbit"])
+@pytest.mark.parametrize("rate", ["200kbit", "120kbit", "60kbit", "30kbit"])
 def test_advice_that_is_taken_makes_the_line_wide_enough(rate: str):
     asked, world = spec(), World(step=1.0, links=(f"{rate}/50ms",))
     scenario, _ = scenario_of(asked, world)
     advice = advised(asked, scenario, 0.95)
     assert advice and all(one.why and one.price for one in advice)
     taken, _ = scenario_of(followed(asked, advice), world)
-    needs, line = traffic(taken, 0.95), scenario.sites[0].link.rate / 0.9
+    needs, line = traffic(taken, 0.95), scenario.sites[0].link.rate / LINE_SHARE.value
     assert max(needs.need_up, needs.need_down) <= line * 1.001
 
 
@@ -116,16 +117,19 @@ def test_time_outs_are_those_the_run_will_use():
     size, waits = int(found.needs.fragment_up), Timeouts()
     assert outs["connect"] == waits.connect
     assert outs["fragment up, at first"] == waits.transfer(size)
-    assert outs["fragment up, then"] == pytest.approx(waits.answer + PATIENCE * size / (0.9e6 / 8))
+    assert outs["fragment up, then"] == pytest.approx(
+        waits.answer + PATIENCE * size / (LINE_SHARE.value * 1e6 / 8)
+    )
     assert outs["lease"] == 10.0
 
 
 @pytest.mark.live
 def test_a_probe_measures_the_way_to_a_real_server():
     with stage(400_000) as running:
-        result = run(QUICK, "--step", "1s", "--probe", running.url)
+        url = running.url
+        result = run(QUICK, "--step", "1s", "--probe", url)
     assert result.exit_code == 0, result.output
-    assert f"the way to {running.url} was measured" in result.output
+    assert f"the way to {url} was measured" in result.output
 
 
 def test_the_guide_plans_a_spec_that_loads(tmp_path: Path):

@@ -41,7 +41,7 @@ def missed(seed: int = 0) -> Verdict:
 def test_a_preset_prints_ours_beside_the_published_and_its_goals():
     result = run("streaming-table4")
     assert result.exit_code == 0, result.output
-    assert "222.3 (222.3)" in result.output
+    assert "13.3 (13.3)" in result.output
     assert "fitted" in result.output and "met" in result.output
 
 
