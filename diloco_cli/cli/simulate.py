@@ -31,7 +31,7 @@ Flops = Annotated[
     float | None,
     typer.Option("--flops", min=1.0, help="Sustained by one region, instead of --step."),
 ]
-Span = Annotated[str, typer.Option(metavar="TIME")]
+WIDTH = 110
 
 
 def register(app: typer.Typer) -> None:
@@ -283,7 +283,8 @@ def _print_verdict(verdict: Verdict) -> None:
         told = verdict.paper.get(name, [math.nan] * len(row))
         table.add_row(name, *(_cell(ours, his) for ours, his in zip(row, told, strict=True)))
     typer.echo(f"{verdict.name}: {verdict.about}")
-    Console().print(table)
+    # Cells that wrap cannot be compared by eye; a narrow terminal wraps whole lines instead.
+    Console(width=max(WIDTH, Console().width)).print(table)
     if verdict.paper:
         typer.echo("In brackets: published.")
     typer.echo("\nAssumed:")

@@ -35,7 +35,9 @@ def test_this_host_is_ready_for_the_quickstart(tmp_path: Path):
 
 
 def test_a_model_that_cannot_fit_fails_with_a_fix():
-    code, checks = run(QUICK, "--set", "model.layers=80", "--set", "model.width=16384")
+    code, checks = run(
+        QUICK, "--set", "model.layers=80", "--set", "model.width=16384", "--step", "9s"
+    )
     assert code == 1
     for name in ("disk", "memory"):
         assert checks[name]["state"] == "fail" and checks[name]["fix"]
