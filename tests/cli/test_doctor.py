@@ -10,9 +10,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
+from diloco_cli.cli import reach
 from diloco_cli.cli.app import app
 from diloco_cli.cli.link_stage import stage
 
@@ -90,6 +92,14 @@ def test_somebody_who_speaks_no_http2_is_noticed(old_server: str):
     assert code == 1
     assert checks["reachable"]["state"] == "ok"
     assert checks["HTTP/2"]["state"] == "fail"
+
+
+def test_a_proxy_that_falls_back_to_http1_is_noticed():
+    old = httpx.Response(200, extensions={"http_version": b"HTTP/1.1"})
+    assert reach._protocol(old).state == "fail"
+    assert (
+        reach._protocol(httpx.Response(200, extensions={"http_version": b"HTTP/2"})).state == "ok"
+    )
 
 
 @pytest.mark.live

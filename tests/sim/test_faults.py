@@ -34,6 +34,8 @@ def test_the_seed_decides_and_each_region_has_its_own_stream():
     both = drawn(law, REGIONS, until=1000, seed=3)
     assert both == drawn(law, REGIONS, until=1000, seed=3)
     assert both != drawn(law, REGIONS, until=1000, seed=4)
+    paris, tokyo = ({f.time for f in both if f.region == region} for region in REGIONS)
+    assert paris and tokyo and not paris & tokyo
     alone = drawn(law, ["paris"], until=1000, seed=3)
     assert [fault for fault in both if fault.region == "paris"] == alone
 

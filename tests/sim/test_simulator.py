@@ -167,6 +167,21 @@ def test_training_goes_on_while_the_server_is_away():
     assert down.goodput_tokens > 0.95  # What was trained meanwhile is merged afterwards.
 
 
+def test_a_server_that_returns_takes_nobody_for_dead():
+    play = Play(scenario(faults=[Fault(100.0, "kill-server", duration=60.0)]))
+    play.agenda.run(160.0, lambda: False)
+    assert play.server.live() == set(names(4))
+
+
+def test_a_merge_that_died_with_the_server_is_done_again_once():
+    hub = Hub(merge_values=25e6)  # Four contributions take four seconds.
+    faults = [Fault(14.0 + n, "kill-server", duration=0.5) for n in range(0, 400, 7)]
+    play = Play(scenario(faults=faults, hub=hub))
+    one = play.run()
+    assert one.versions > 20
+    assert all(members > 0 for _, _, members in one.timeline)
+
+
 def test_a_region_that_is_cut_off_gives_its_work_later():
     one = simulate(scenario(faults=[Fault(200.0, "cut", "r0", 150.0)]))
     assert one.goodput_time == pytest.approx(1.0)
