@@ -5,6 +5,7 @@ BIN := .venv/bin
 .PHONY: install demo test lint model dst killloop powercut poison fuzz schema bench docs clean
 .PHONY: install demo test lint model dst poison fuzz bench docs clean
 .PHONY: install demo test lint model rehearse bench docs clean
+.PHONY: install demo test lint model dst poison fuzz rehearse bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -51,6 +52,7 @@ fuzz: install                    ## a million bad inputs for each decoder and en
 
 poison: install                  ## one region of eight lies, in every way we know
 	$(BIN)/python -m tests.poison.rehearsal
+
 rehearse: install                ## every published table the simulator repeats, cell by cell
 	for preset in streaming-table4 decoupled-table1 dp-bandwidth hetero llama3 12b-four-regions planet; do \
 		$(BIN)/diloco simulate $$preset || exit 1; \

@@ -154,16 +154,21 @@ def bounds(scenario: Scenario, needs: Traffic, cores: int) -> list[Bound]:
 
 
 def _line(site: Site, needs: Traffic) -> list[Bound]:
-    rate = site.link.rate / figures.LINE_SHARE.value
-    if math.isinf(rate):
-        return []
+    share = figures.LINE_SHARE.value
+    ways = {
+        "up": (site.upward.rate / share, needs.need_up),
+        "down": (site.link.rate / share, needs.need_down),
+    }
+    limited = " (wire.rate_limit)" if site.upward is not site.link else ""
     return [
         Bound(
             f"{way} of {site.name}",
             need / rate,
-            f"the line of {site.name} has {gbit(rate)} and needs {gbit(need)} {way}",
+            f"the line of {site.name} has {gbit(rate)}{limited if way == 'up' else ''} and needs "
+            f"{gbit(need)} {way}",
         )
-        for way, need in (("up", needs.need_up), ("down", needs.need_down))
+        for way, (rate, need) in ways.items()
+        if math.isfinite(rate)
     ]
 
 

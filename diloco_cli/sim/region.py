@@ -57,7 +57,7 @@ class Region:
         self.began = self.saved_at = 0.0
         self.current = self._draw()
         self.productive = self.lost_seconds = 0.0
-        self.up, self.down = Lane(site.link), Lane(site.link)
+        self.up, self.down = Lane(site.upward), Lane(site.link)
         sync = scenario.sync
         self.reports_after = max(1, sync.every // sync.fragments)
 

@@ -100,7 +100,8 @@ def _site(spec: RunSpec, region: RegionSpec, parameters: int, world: World) -> S
     tokens = inner.batch * inner.sequence
     step = world.step or 6.0 * parameters * tokens / (world.flops or CORE_FLOPS)
     link = _link(region.name, world.links, [each.name for each in spec.regions])
-    return Site(region.name, step / region.speed, float(tokens), link, world.jitter)
+    limit = spec.wire.bits_per_second or math.inf
+    return Site(region.name, step / region.speed, float(tokens), link, world.jitter, most_up=limit)
 
 
 def _link(name: str, links: Sequence[str], known: Sequence[str]) -> Link:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diloco_cli.sim import figures
 from diloco_cli.sim.faults import Fault
@@ -31,6 +31,15 @@ class Site:
     jitter: float = 0.0
     """Standard deviation of a step's time, as a share of it."""
     chips: int = 1
+    most_up: float = math.inf
+    """Bits a second that uploads may take at most."""
+
+    @property
+    def upward(self) -> Link:
+        """The line as uploads see it."""
+        if self.most_up >= self.link.rate:
+            return self.link
+        return replace(self.link, rate=self.most_up)
 
 
 @dataclass(frozen=True, slots=True)

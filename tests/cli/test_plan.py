@@ -66,6 +66,8 @@ def test_what_holds_it_up_is_said_in_words():
     )
     assert "the line of right has 20 kbit/s" in words.output
     assert "regions' own speed" in run(QUICK, "--step", "1s").output
+    capped = run(QUICK, "--step", "1s", "--set", "wire.rate_limit=20kbit")
+    assert "(wire.rate_limit) and needs" in capped.output
     slow = run(QUICK, "--step", "1s", "--mtbf", "60s", "--restart", "60s")
     assert "failures" in slow.output
 
