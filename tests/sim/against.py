@@ -19,6 +19,7 @@ from diloco_cli.sim.rehearsal import World, scenario_of
 from diloco_cli.sim.simulator import simulate
 
 Event = dict[str, Any]
+JITTER = World().jitter
 
 
 def compare(folder: Path, link: str) -> dict[str, tuple[float, float]]:
@@ -33,7 +34,7 @@ def compare(folder: Path, link: str) -> dict[str, tuple[float, float]]:
     steps = {region.name: _step(inside, region.name) for region in spec.regions}
     scenario, _ = scenario_of(spec, World(step=1.0))
     sites = tuple(
-        replace(site, step=steps[site.name], link=parse_link(link), jitter=0.2)
+        replace(site, step=steps[site.name], link=parse_link(link), jitter=JITTER)
         for site in scenario.sites
     )
     warm = 3 * spec.sync.every * max(steps.values())
