@@ -2,10 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint model dst killloop powercut poison fuzz schema bench docs clean
-.PHONY: install demo test lint model dst poison fuzz bench docs clean
-.PHONY: install demo test lint model rehearse bench docs clean
-.PHONY: install demo test lint model dst poison fuzz rehearse bench docs clean
+.PHONY: install demo test lint model dst killloop powercut poison fuzz schema rehearse bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv

@@ -16,10 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_cli.cli import author, certs, operate, rehearse
-from diloco_cli.cli import author, operate, rehearse, simulate
-from diloco_cli.cli import author, operate, plan, rehearse, simulate
-from diloco_cli.cli import author, doctor, operate, plan, rehearse, simulate
+from diloco_cli.cli import author, certs, doctor, operate, plan, rehearse, simulate
 from diloco_cli.cli.interpreter import refuse_old_python
 from diloco_cli.errors import DilocoError
 

@@ -51,6 +51,14 @@ def for_asking(found: Target, asked: Path | None) -> Identity:
     return identify(home, token=token, token_file=file)
 
 
+def for_url(asked: Path | None) -> Identity:
+    """What somebody shows who knows a server's URL and nothing else."""
+    from diloco_cli.net.identity import identify
+
+    token, file = _from_environment()
+    return identify(asked, token=token, token_file=file)
+
+
 def for_run(spec: RunSpec) -> Identity:
     """What `diloco run` shows to the server that it started."""
     from diloco_cli.net.identity import identify

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from diloco_cli.cli.author import Format, OutputFormat, Overrides
+from diloco_cli.cli.credential import CertsOption, for_url
 from diloco_cli.cli.simulate import Flops, Step
 
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
@@ -27,6 +28,7 @@ def doctor(
     server: Annotated[
         str, typer.Option(metavar="URL", help="The server to reach; it then does not run here.")
     ] = "",
+    certs: CertsOption = None,
     folder: Annotated[
         Path, typer.Option("--dir", metavar="FOLDER", help="Where the run will be kept.")
     ] = Path("runs"),
@@ -50,7 +52,7 @@ def doctor(
     if server:
         from diloco_cli.cli import reach
 
-        checks += reach.server(server, found)
+        checks += reach.server(server, found, for_url(certs))
     answer = checkup.summary(checks)
     if format is Format.json:
         typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from diloco_cli.cli.author import Format, OutputFormat, Overrides, SpecFile
+from diloco_cli.cli.credential import CertsOption, for_url
 from diloco_cli.cli.simulate import Flops, Links, Step
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ def plan(
     probe: Annotated[
         str, typer.Option(metavar="URL", help="Measure the way to this running server first.")
     ] = "",
+    certs: CertsOption = None,
     server_link: Annotated[
         str, typer.Option(metavar="RATE", help="The server's own line, shared by all.")
     ] = "",
@@ -52,7 +55,7 @@ def plan(
     spec = load_run(spec_file, overrides or ()).spec
     links, said = list(link or []), []
     if probe:
-        links, said = _probed(probe, links)
+        links, said = _probed(probe, links, certs)
     world = World(
         step=parse_span(step) if step else None,
         flops=flops,
@@ -72,12 +75,12 @@ def plan(
         _print(found)
 
 
-def _probed(url: str, links: list[str]) -> tuple[list[str], list[str]]:
+def _probed(url: str, links: list[str], certs: Path | None) -> tuple[list[str], list[str]]:
     """Puts the measured link before those that were given, which count for their regions."""
     from diloco_cli.cli.probe import measure
     from diloco_cli.sim.figures import LINE_SHARE
 
-    way = measure(url, lambda text: typer.echo(text, err=True))
+    way = measure(url, lambda text: typer.echo(text, err=True), identity=for_url(certs))
     said = f"the way to {url} was measured: {way.words} downwards; upwards the same is assumed"
     # What was measured is net already.
     gross = way.rate / LINE_SHARE.value / 1e6

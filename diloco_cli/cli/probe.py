@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco_cli.net.client import Server
+from diloco_cli.net.identity import NOBODY, Identity
 from diloco_cli.net.transport import Retry
 
 TRIPS, FETCHES = 20, 3
@@ -38,10 +39,14 @@ class Way:
 
 
 def measure(
-    url: str, say: Callable[[str], None] = lambda text: None, *, retry: Retry | None = None
+    url: str,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    retry: Retry | None = None,
+    identity: Identity = NOBODY,
 ) -> Way:
     """Asks short questions and fetches the largest fragment, several times each."""
-    with Server(url, retry=retry) as server:
+    with Server(url, retry=retry, identity=identity) as server:
         about = server.run()
         trips = []
         for _ in range(TRIPS):

@@ -16,6 +16,7 @@ from diloco_cli.cli.checkup import Check
 from diloco_cli.cli.link import ONCE, SOON
 from diloco_cli.cli.probe import measure
 from diloco_cli.errors import DilocoError
+from diloco_cli.net.identity import NOBODY, Identity
 from diloco_cli.net.transport import checked_url, make_client
 from diloco_cli.sim.needs import gbit
 from diloco_cli.sim.plan import Plan
@@ -27,15 +28,16 @@ SKEW = 30.0
 SOON_DAYS = 14
 
 
-def server(url: str, found: Plan | None) -> Iterator[Check]:
+def server(url: str, found: Plan | None, identity: Identity = NOBODY) -> Iterator[Check]:
     """Looks at the way to a server step by step; ends at the first that fails."""
     url = checked_url(url)
-    for check in (_connect(url), _certificate(url)):
+    for look in (_connect, lambda url: _certificate(url, identity)):
+        check = look(url)
         yield check
         if check.state == "fail":
             return
     try:
-        with make_client(url, timeouts=SOON) as client:
+        with make_client(url, timeouts=SOON, identity=identity) as client:
             response = client.get(messages.RUN)
     except httpx.HTTPError as error:
         fix = "Compare the URL with the one that `diloco serve` printed; a proxy may be in between."
@@ -49,7 +51,7 @@ def server(url: str, found: Plan | None) -> Iterator[Check]:
         return
     if found is not None:
         yield _same_run(about, found)
-    yield _way(url, found)
+    yield _way(url, found, identity)
 
 
 def _connect(url: str) -> Check:
@@ -65,14 +67,14 @@ def _connect(url: str) -> Check:
     return Check("reachable", "ok", f"{parts.hostname}:{port} answers within {took:.1f} ms")
 
 
-def _certificate(url: str) -> Check:
+def _certificate(url: str, identity: Identity) -> Check:
     parts = urlsplit(url)
     if parts.scheme != "https":
         local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         fix = "" if local else "Use a tunnel: everybody on the way can read and change what passes."
         return Check("TLS", "ok" if local else "warn", "the connection is not encrypted", fix)
     try:
-        context = ssl.create_default_context()
+        context = identity.context()
         with (
             socket.create_connection(
                 (parts.hostname or "", parts.port or 443), SOON.connect
@@ -81,7 +83,7 @@ def _certificate(url: str) -> Check:
         ):
             ends = ssl.cert_time_to_seconds(str((secure.getpeercert() or {}).get("notAfter")))
     except ssl.SSLCertVerificationError as error:
-        fix = "Renew it, or install the authority that signed it on this host."
+        fix = "Name the bundle from `diloco certs issue` with --certs, or renew the certificate."
         return Check("TLS", "fail", f"the certificate is not trusted: {error.verify_message}", fix)
     except (OSError, ValueError) as error:
         return Check("TLS", "fail", f"no secure connection: {error}", "Is this an https server?")
@@ -120,6 +122,8 @@ def _about(response: httpx.Response) -> dict[str, Any] | None:
 def _wire(url: str, response: httpx.Response, about: dict[str, Any] | None) -> Check:
     if about is None:
         fix = "Compare the URL with the one that `diloco serve` printed."
+        if response.status_code in (401, 403):
+            fix = "Show who you are: --certs FOLDER, or DILOCO_TOKEN_FILE."
         return Check("server", "fail", f"{url} answered {response.status_code}, no run", fix)
     theirs = about.get("wire")
     if theirs != WIRE_VERSION:
@@ -142,9 +146,9 @@ def _same_run(about: dict[str, Any], found: Plan) -> Check:
     return Check("spec", "ok", "the server runs the same")
 
 
-def _way(url: str, found: Plan | None) -> Check:
+def _way(url: str, found: Plan | None, identity: Identity) -> Check:
     try:
-        way = measure(url, retry=ONCE)
+        way = measure(url, retry=ONCE, identity=identity)
     except DilocoError as error:
         return Check("link", "fail", error.message, error.hint or "")
     said = f"{gbit(way.rate)} down, {1000 * way.round_trip:.1f} ms"
