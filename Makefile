@@ -18,7 +18,7 @@ demo: install                    ## two regions pretrain one model on this machi
 	$(BIN)/diloco run pipelines/quickstart.yaml
 
 test: install                    ## everything CI checks, on two cores in minutes
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install                    ## style, types, layers
 	$(BIN)/ruff check .

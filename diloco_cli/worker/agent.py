@@ -10,6 +10,7 @@ dies is back as fast as JAX can start. Everything it knows is in the region's fo
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import time
@@ -84,6 +85,7 @@ def work(
         leave_on_signals(bell, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, again=at_once)
         if with_parent:
             listen(bell, 0, gone="whoever started this worker is gone")
+        gc.freeze()  # What is there by now stays: looking through it again and again is no use.
         return agent.run(wait=wait)
 
 

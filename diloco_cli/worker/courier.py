@@ -171,7 +171,9 @@ class Courier:
             # A heartbeat that hangs must not cost the lease that it is there to renew.
             soon = Timeouts(answer=min(Timeouts.answer, self.news.lease_seconds / 3))
             own = {"timeouts": soon} if name == "heartbeat" else {}
-            with self._connect(stop=self.closed, retry=Retry(tries=1), say=self._say, **own) as way:
+            # Short calls, but many: they share their core with the training.
+            own |= {"control": "pyreqwest", "stop": self.closed, "say": self._say}
+            with self._connect(retry=Retry(tries=1), **own) as way:
                 self._repeat(name, act, way)
         except Exception as error:  # A silent thread would be a region that starves.
             self._give_up(RunFailed(f"Unexpected {error!r} in the {name} thread."))

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -152,7 +153,8 @@ class Mailbox:
             "published": image.published,
         }
         data = save({"weights": image.weights}, metadata=notes)
-        keep_bytes(self.image_file(fragment), data)
+        # Not flushed: what a power cut spoils, its digest shows, and the server has it still.
+        keep_bytes(self.image_file(fragment), data, durable=False)
 
     def image(self, fragment: int) -> Image | None:
         """Reads the newest published weights of a fragment; None before the first."""
@@ -194,8 +196,10 @@ class Mailbox:
 
     def calls(self) -> News | None:
         """Reads the newest news; None before the first."""
-        found = _read_json(self.calls_file)
-        return News.model_validate_json(json.dumps(found)) if found else None
+        try:
+            return News.model_validate_json(self.calls_file.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
 
     def write_calls(self, news: News) -> None:
         keep_bytes(self.calls_file, news.body(), durable=False)

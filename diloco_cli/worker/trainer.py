@@ -14,6 +14,7 @@ writing happen at the `Desk`, beside the training. This process never touches th
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -248,6 +249,8 @@ class Trainer:
             self._not_before = now + (now - began) * (1 / speed - 1)
         if not self.compiled:
             self.compiled = True  # The first step was mostly compiling.
+            gc.collect()
+            gc.freeze()  # All of JAX: a collection that looks through it holds a step up.
             self.meter.read(now=now)
         self.meter.stepped(self.task.tokens, now=now)
         self.reporter.why = "training"
