@@ -143,6 +143,8 @@ def refuse_foreign(folder: Path) -> None:
     # A start that was killed early leaves no more than these; a disk's own folder is nobody's.
     early = (RESOLVED, f".{RESOLVED}")
     others = [name for name in found if name not in EARLY and not name.startswith(early)]
+    if others == ["regions"] and _is_bare(folder / "regions"):
+        return
     if others:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise SpecError(
@@ -150,6 +152,11 @@ def refuse_foreign(folder: Path) -> None:
             f"{RESOLVED}.",
             hint="Choose another --dir: an empty folder, or one that does not exist yet.",
         )
+
+
+def _is_bare(folder: Path) -> bool:
+    """Whether a worker has begun here and could write nothing, on a full disk for example."""
+    return all(path.is_dir() or not path.stat().st_size for path in folder.rglob("*"))
 
 
 def refuse_served(folder: Path) -> None:
