@@ -21,6 +21,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from diloco_cli.errors import DilocoError, RunFailed
 from diloco_cli.observe.events import EventLog
 from diloco_cli.server import durable
@@ -33,6 +35,7 @@ from diloco_cli.server.opening import Initial, open_coordinator
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.status import summary
 from diloco_cli.server.sweep import IDLE_SECONDS
+from diloco_cli.wire.frame import Header, open_frame, pack
 
 FAREWELL_SECONDS = 5.0
 """Requests under way get this long to finish."""
@@ -45,11 +48,31 @@ def serve(recipe: Recipe, folder: Path, initial: Initial, *, with_parent: bool =
     With a parent, the end of standard input means the same as SIGTERM.
     """
     keep_little()
+    threading.Thread(target=_get_ready, args=(recipe,), name="get-ready", daemon=True).start()
     events = EventLog(folder / "events.jsonl", "server")
     try:
         return asyncio.run(_serve(recipe, folder, initial, events, with_parent))
     finally:
         events.close()
+
+
+def _get_ready(recipe: Recipe) -> None:
+    """Loads what the first contribution needs, while nobody waits for it yet."""
+    size = 64
+    said = Header(
+        kind="contribution",
+        run="none",
+        layout=recipe.layout.digest,
+        fragment=0,
+        size=size,
+        codec=dict(recipe.spec.wire.up),
+        base=0,
+        version=0,
+        region=recipe.spec.regions[0].name,
+    )
+    # What is wrong with the codec is said where it matters.
+    with suppress(DilocoError):
+        open_frame(pack(said, np.zeros(size, np.float32))).squares([0, size])
 
 
 async def _serve(
