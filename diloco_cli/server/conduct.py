@@ -101,9 +101,9 @@ class Conductor:
 
     def _advance(self, now: Seconds) -> list[Seconds]:
         self._end_if_spent(now)
-        live = self.state.live()
-        self._call_due(live, now)
-        wakes = self._close_ready(live, now)
+        # Whoever is in quarantine is called as well: its sound work is what ends that.
+        self._call_due(self.state.presences.here(now=now), now)
+        wakes = self._close_ready(self.state.live(), now)
         return wakes + self._finish_if_drained(now)
 
     def _end_if_spent(self, now: Seconds) -> None:

@@ -11,6 +11,9 @@ from diloco_cli.disk import sync_folder, write_all
 from diloco_cli.failpoints import reach
 from diloco_cli.server.durable import disk_errors
 
+MOST_PIECES = 512
+"""Written in one call; the system takes a thousand."""
+
 
 class Draft:
     """A payload on its way in: written as it arrives, visible only once it is kept."""
@@ -33,6 +36,8 @@ class Draft:
 
         `size` counts only what is written at the end.
         """
+        if len(pieces) > MOST_PIECES:
+            pieces = [b"".join(pieces)]
         at = self.size if offset is None else offset
         with disk_errors(self.path):
             written = os.pwritev(self._handle, pieces, at)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_cli.errors import SpecError
+from diloco_cli.errors import DilocoError, SpecError
 from diloco_cli.server.app import Guarded
 from diloco_cli.server.keyring import FILE, Keyring
 from diloco_cli.server.listener import Listener
@@ -139,7 +139,7 @@ class Front:
             certificates.check()
             following = self._make()
             await following.start()
-        except (SpecError, OSError) as error:
+        except (DilocoError, OSError) as error:
             self._say(f"the new certificates are not used: {error}")
             return
         before, self._listener = self._listener, following

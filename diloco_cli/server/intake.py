@@ -83,6 +83,8 @@ class Intake:
     ) -> list[Range]:
         """Takes one part of a contribution; answers with what is there of it then."""
         self._check_before_reading(address, part.size, self._limit(address))
+        if self.having(address, part.frame)[1]:
+            return [(0, part.size)]  # A late copy of what is decided, or being decided.
         self._uploads += 1
         try:
             arriving = batches(body, part.stop - part.start, SILENCE_SECONDS)
@@ -268,7 +270,8 @@ def examine(
         if not length <= LARGEST:  # One of its values may be as large: it gets a closer look.
             return inspect(frame.values(), fragment, norms, limit=limit), squares
     except NotFinite as error:
-        return f"{_tensor_at(fragment, error.index)} has the value {error.value}", None
+        where = _tensor_at(fragment, error.index)
+        return f"{where} has the value {error.value}, which is not finite", None
     except WireError as error:
         return error.message, None
     return unusual(length, norms, limit=limit), squares

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -161,16 +162,19 @@ class Keyring:
             return
         self._seen = seen
         try:
-            run, self._entries = read_entries(self.path)
-            self._trouble = None
+            run, entries = read_entries(self.path)
             if run != self.run:
                 raise StoreError(
                     f"{self.path} has the credentials of run {run!r}, this is {self.run!r}.",
                     hint="Give each run a folder of its own with `diloco certs init --dir`.",
                 )
+            self._entries, self._trouble = entries, None
         except StoreError as error:
             # Nobody gets in on a list that cannot be read, and nobody is told to go away.
+            if self._trouble is None:
+                print(f"{error.message}", file=sys.stderr, flush=True)
             self._entries, self._trouble = [], error
+            self._seen = None  # It may have been the reading that failed.
 
 
 def _unauthorised(code: str, message: str) -> Denied:

@@ -163,7 +163,9 @@ class Parts:
     async def _sweep(self) -> None:
         """Drops what nobody has gone on with for long."""
         for key, found in list(self._gathering.items()):
-            if not found.writers and forgotten(found.draft):
+            # Others may sweep while we wait for the disk.
+            mine = self._gathering.get(key) is found
+            if mine and not found.writers and forgotten(found.draft):
                 del self._gathering[key]
                 await self._discard(found)
 

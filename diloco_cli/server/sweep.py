@@ -54,10 +54,11 @@ class Sweeper:
 
     def sweep(self) -> int:
         """Cuts what only takes up room; says how many that were."""
+        met = set(self._met)  # Whoever comes while we look is not gone.
         now, found = self._clock(), list(connections(self._port))
         there = {one.peer for one in found}
         self._since = {peer: self._since.get(peer, now) for peer in there}
-        self._met &= there
+        self._met -= met - there
         strangers = [one for one in found if one.peer not in self._met]
         strangers.sort(key=lambda one: self._since[one.peer])
         spare = max(0, len(strangers) - MOST_STRANGERS)

@@ -124,7 +124,7 @@ class Courier:
                 fate = Fate(decided.digest, decided.fate, decided.why)
                 changed |= self._decided(number, fate)
             self._forget_lost(news)
-            changed |= self._shelf.doubt(news.mend)
+            changed |= self._shelf.doubt(news.mend)  # Or raises: see `_repeat`.
         if changed:
             self._on_mail()
             self._bells["download"].ring()

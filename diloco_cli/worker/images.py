@@ -53,12 +53,17 @@ class Shelf:
         return self.holds[number].version if number in self.holds else -1
 
     def doubt(self, wrong: Mapping[int, str]) -> bool:
-        """Lets go of images with these digests; says whether there were any."""
+        """Lets go of images with these digests; says whether there were any.
+
+        Raises if such an image is sound: then it is the server that has another history.
+        """
         # One that was replaced since it was reported is not the one meant.
-        found = [n for n, held in self.holds.items() if held.digest == wrong.get(n)]
+        found = [n for n, held in list(self.holds.items()) if held.digest == wrong.get(n)]
         for number in found:
             held = self.holds.pop(number)
-            self._wrong[number] = f"our bits of version {held.version} were not the server's"
+            self._look_at(number)
+            if number in self.holds:
+                raise other_history(number, held.version, f"its digest {held.digest[:12]}")
         return bool(found)
 
     def fetch(self, server: Server, number: int, version: int) -> tuple[Image, str]:

@@ -200,7 +200,8 @@ class Trainer:
 
     def _answered(self, number: int, fate: Fate) -> None:
         self.reporter.note(f"fragment {number}: the last frame was {fate.fate}: {fate.why}")
-        if fate.fate == "refused" and "not finite" in fate.why:
+        own = not fate.why.startswith("in quarantine")  # That tells of an earlier one.
+        if fate.fate == "refused" and own and "not finite" in fate.why:
             self.own.reset_optimizer()
         self.report()
 

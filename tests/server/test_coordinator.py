@@ -168,6 +168,17 @@ async def test_a_region_that_was_repaired_is_let_in_again(tmp_path):
 
 
 @in_a_loop
+async def test_quarantine_does_not_keep_a_region_from_being_called(tmp_path):
+    """Otherwise its sound work could never end it, and a quorum of all would wait for ever."""
+    bench = Bench(tmp_path, make_recipe(make_spec(("iowa", "paris"), quorum=2)))
+    await bench.join()
+    await spoil(bench, "paris", STRIKES)
+    assert bench.state.live() == {"iowa"}
+    await bench.call(0)
+    assert bench.state.ledger.calls() == {0: 0}
+
+
+@in_a_loop
 async def test_usual_norms_survive_a_restart(tmp_path):
     bench = Bench(tmp_path)
     await bench.join()

@@ -12,6 +12,7 @@ import pytest
 
 from diloco_cli import disk
 from diloco_cli.errors import StoreError
+from diloco_cli.server.draft import Draft
 from diloco_cli.server.durable import DiskFull, keep_bytes
 from diloco_cli.server.journal import Journal
 from diloco_cli.server.store import FragmentState, stores
@@ -330,3 +331,11 @@ def test_a_draft_that_was_kept_or_could_not_be_is_closed(store, monkeypatch):
 
 def test_drafts_never_share_a_name(tmp_path):
     assert len({disk.draft_of(tmp_path / "file") for _ in range(100)}) == 100
+
+
+def test_a_body_in_very_many_pieces_is_written_like_any_other(tmp_path):
+    draft = Draft(tmp_path / "draft")
+    draft.write_pieces([b"ab"] * 3000)
+    draft.write_pieces([b"cd"] * 10)
+    assert draft.size == 6020 and draft.read_at(5998, 4) == b"abcd"
+    draft.discard()

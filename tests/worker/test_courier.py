@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from counter import LAYOUT, SIZE, Counter
 
+from diloco_cli.errors import StoreError
 from diloco_cli.net.client import Fenced
 from diloco_cli.observe.events import EventLog, read_events
 from diloco_cli.wire.frame import Header, pack, vector_digest
@@ -121,23 +122,35 @@ def test_an_image_that_the_disk_has_changed_is_fetched_whole_and_counted(
     assert any("damaged on disk" in line for line in said)
 
 
-def test_bits_that_the_server_did_not_publish_are_replaced_once(courier, counter, mailbox, said):
+def test_a_copy_the_server_doubts_and_the_disk_changed_is_replaced(courier, counter, mailbox, said):
     courier.start()
     assert courier.up_to_date.wait(20)
     counter.wait_for(lambda: len(counter.heartbeats[-1].images) == 2)
     held = counter.heartbeats[-1].images
     assert held[0].digest == vector_digest(counter.weights[0][0]) and held[0].version == 0
-    # A server of another history: the same version, other weights.
-    counter.weights[0][0] = counter.weights[0][0] + 1
+    spoilt = Image(0, {}, held[0].digest, counter.weights[0][0] + 1)
+    mailbox.write_image(0, spoilt)
     counter.tell(mend={0: held[0].digest})
     counter.wait_for(lambda: counter.heartbeats[-1].mended == 1)
     np.testing.assert_array_equal(mailbox.image(0).weights, counter.weights[0][0])
-    # The same word, heard again before the next heartbeat, is about what is gone.
-    counter.tell(mend={0: held[0].digest})
+    assert counter.asked.count("whole 0 0") == 2
+    assert any("damaged on disk" in line for line in said)
+
+
+def test_sound_bits_that_the_server_did_not_publish_are_another_history(courier, counter):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    counter.wait_for(lambda: len(counter.heartbeats[-1].images) == 2)
+    held = counter.heartbeats[-1].images
+    # An old word, about what was replaced since, means nothing.
+    counter.tell(mend={0: "f" * 64})
     counter.publish(1)
-    counter.wait_for(lambda: mailbox.image_version(1) == 1)
-    assert counter.asked.count("whole 0 0") == 2 and counter.heartbeats[-1].mended == 1
-    assert any("not the server's" in line for line in said)
+    counter.wait_for(lambda: counter.heartbeats[-1].images[1].version == 1)
+    assert courier.trouble is None
+    counter.tell(mend={0: held[0].digest})
+    counter.wait_for(lambda: courier.trouble is not None)
+    assert isinstance(courier.trouble, StoreError)
+    assert "restored from an older copy" in courier.trouble.message
 
 
 def test_what_the_server_has_pruned_is_fetched_as_its_newest_version(counter):

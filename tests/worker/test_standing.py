@@ -107,6 +107,18 @@ def test_a_restart_goes_on_as_if_nothing_had_been(play):
         np.testing.assert_array_equal(local(revived, number), local(trainer, number))
 
 
+def test_an_image_mended_while_the_trainer_was_down_is_no_work(play):
+    stage, trainer = play()
+    steps(trainer, 2)
+    held = trainer.own.held(0)
+    save(trainer)
+    stage.published[0] = stage.published[0] + np.float32(0.25)
+    stage.publish(0)
+    revived = again(stage, trainer)
+    np.testing.assert_allclose(revived.own.held(0), held, atol=1e-6)
+    np.testing.assert_allclose(local(revived, 0), stage.published[0] - held, atol=1e-6)
+
+
 def test_a_server_older_than_the_checkpoint_is_refused(play):
     stage, trainer = play()
     stage.move_on(0)
