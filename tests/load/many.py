@@ -71,12 +71,12 @@ def run_load(load: Load, folder: Path) -> dict[str, Any]:
         for pipe in pipes:
             pipe.send((until, until + DRAIN_SECONDS))
         samples = _watch(server, pipes, began, until, load.sample)
-        cpu = _cpu_seconds(server.pid) - cpu
+        cpu, took = _cpu_seconds(server.pid) - cpu, time.monotonic() - began
         outcomes: list[Outcome] = [pipe.recv() for pipe in pipes]
     found = figures(outcomes, samples, began=began, seconds=load.seconds, server_cpu=cpu)
     faults = audit(folder / "server", len(resolve(spec).layout.fragments), outcomes)
     about = {"clients": load.clients, "parameters": resolve(spec).layout.size}
-    return {**about, **found, "faults": faults}
+    return {**about, **found, "faults": faults, "seconds_with_drain": took}
 
 
 @contextlib.contextmanager

@@ -109,7 +109,9 @@ def audit(server: Path, fragments: int, outcomes: Sequence[Outcome]) -> list[str
 def text(found: dict[str, Any]) -> str:
     memory, seconds = found["memory"], found["seconds"]
     minutes = " ".join(f"{rate:.0f}" for rate in found["per_second_by_minute"])
-    cpu = found["server_cpu_seconds"] / seconds, found["client_cpu_seconds"] / seconds
+    cpu = [
+        found[f"{who}_cpu_seconds"] / found["seconds_with_drain"] for who in ("server", "client")
+    ]
     lines = [
         f"{found['clients']} clients, {seconds:.0f} s, {found['bytes_each'] / 1e6:.2f} MB each",
         f"acknowledged   {found['acknowledged']}, {found['per_second']:.1f}/s "
