@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint model dst killloop powercut poison fuzz schema rehearse bench docs clean
+.PHONY: install demo test lint model dst killloop powercut load poison fuzz schema rehearse bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -42,6 +42,9 @@ killloop: install                ## 1,000 SIGKILLs of a server under load; goes 
 
 powercut: install                ## 200 power cuts of a server's disk; needs root
 	nice -n 10 $(BIN)/python -m tests.durability.powercut --cuts 200
+
+load: install                    ## 256 clients for ten minutes: uploads a second, the server's memory
+	$(BIN)/python -m tests.load.many --clients 256 --seconds 600 --json build/load.json
 
 fuzz: install                    ## a million bad inputs for each decoder and engine
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[fuzz]'

@@ -119,7 +119,10 @@ class Conductor:
 
     def _call_due(self, live: set[str], now: Seconds) -> None:
         state = self.state
-        slots, reports = state.ledger.slots, state.presences.reports()
+        slots = state.ledger.slots
+        if all(slot.phase != "idle" for slot in slots):
+            return  # Most looks are for other reasons, and reports of many regions are long.
+        reports = state.presences.reports()
         due = (
             pace.due_at_end(slots, reports, live)
             if state.ledger.end

@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import numpy as np
 
@@ -37,6 +37,10 @@ from diloco_cli.wire.frame import Frame, most_bytes, open_frame
 MOST_UPLOADS = 64
 """Uploads at the same time; each may make the server hold a flow-control window of bytes."""
 
+SMALL_BYTES = 256 << 20
+"""More uploads than that are welcome while all together have no more bytes than four windows:
+a refused one has sent its bytes for nothing, and sends them again."""
+
 SILENCE_SECONDS = 60.0
 """An upload that sends nothing for so long is given up."""
 
@@ -49,7 +53,7 @@ class Intake:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._state = coordinator.state
-        self._uploads = 0
+        self._uploads = self._bytes = 0
         self._arriving: Counter[str] = Counter()
         self._locks: dict[str, asyncio.Lock] = {}
         self._parts = Parts(coordinator.state.store)
@@ -61,9 +65,7 @@ class Intake:
     ) -> rounds.Answer:
         """Reads one contribution and answers what becomes of it."""
         limit = self._limit(address)
-        self._check_before_reading(address, length, limit)
-        self._uploads += 1
-        try:
+        with self._under_way(address, length, limit, length or limit):
             draft = await asyncio.to_thread(self._state.store.draft_payload, length or limit)
             try:
                 async for batch in batches(body, limit, SILENCE_SECONDS):
@@ -75,22 +77,17 @@ class Intake:
                 return answer
             finally:
                 await asyncio.to_thread(draft.discard)
-        finally:
-            self._uploads -= 1
 
     async def take_part(
         self, address: Address, part: Part, body: AsyncIterator[bytes]
     ) -> list[Range]:
         """Takes one part of a contribution; answers with what is there of it then."""
-        self._check_before_reading(address, part.size, self._limit(address))
-        if self.having(address, part.frame)[1]:
-            return [(0, part.size)]  # A late copy of what is decided, or being decided.
-        self._uploads += 1
-        try:
-            arriving = batches(body, part.stop - part.start, SILENCE_SECONDS)
+        size, limit = part.stop - part.start, self._limit(address)
+        with self._under_way(address, part.size, limit, size):
+            if self.having(address, part.frame)[1]:
+                return [(0, part.size)]  # A late copy of what is decided, or being decided.
+            arriving = batches(body, size, SILENCE_SECONDS)
             return await self._parts.take(address, part, arriving)
-        finally:
-            self._uploads -= 1
 
     def having(self, address: Address, frame: str) -> tuple[list[Range], bool]:
         """Says what is there of a frame, and whether its fate is known without the rest."""
@@ -145,17 +142,26 @@ class Intake:
         recipe = self._state.recipe
         return most_bytes(recipe.sizes[address.fragment], recipe.up)
 
-    def _check_before_reading(self, address: Address, length: int | None, limit: int) -> None:
+    @contextmanager
+    def _under_way(
+        self, address: Address, length: int | None, limit: int, size: int
+    ) -> Iterator[None]:
+        """Counts `size` bytes while they arrive; refuses what can be refused before reading."""
         self._coordinator.check_epoch(address.region, address.epoch)
         if length is not None and length > limit:
             raise too_large(length, limit)
-        if self._uploads >= MOST_UPLOADS:
+        if self._uploads >= MOST_UPLOADS and self._bytes + size > SMALL_BYTES:
             raise Denied(
                 "busy",
                 f"{self._uploads} uploads are under way, {MOST_UPLOADS} is the most.",
                 "It is sent again by itself.",
                 headers={"retry-after": "2"},
             )
+        self._uploads, self._bytes = self._uploads + 1, self._bytes + size
+        try:
+            yield
+        finally:
+            self._uploads, self._bytes = self._uploads - 1, self._bytes - size
 
     async def _decide(self, address: Address, draft: Draft) -> rounds.Answer:
         state, loop = self._state, asyncio.get_running_loop()
