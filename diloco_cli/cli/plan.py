@@ -14,7 +14,11 @@ from diloco_cli.cli.credential import CertsOption, for_url
 from diloco_cli.cli.simulate import Flops, Links, Step
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from diloco_cli.cli.probe import Way
     from diloco_cli.sim.plan import Plan
+    from diloco_cli.spec.schema import RunSpec
 
 
 def register(app: typer.Typer) -> None:
@@ -53,11 +57,14 @@ def plan(
     from diloco_cli.sim.scenario import Recovery
 
     spec = load_run(spec_file, overrides or ()).spec
-    links, said = list(link or []), []
+    links, steps, said = list(link or []), {}, []
     if probe:
-        links, said = _probed(probe, links, certs)
+        way = _measured(probe, certs)
+        links, steps = [_gross(way), *links], _steps(way, spec)
+        said = _said(probe, way, steps)
     world = World(
         step=parse_span(step) if step else None,
+        steps={} if step or flops else steps,
         flops=flops,
         links=tuple(links),
         server_link=server_link,
@@ -75,16 +82,39 @@ def plan(
         _print(found)
 
 
-def _probed(url: str, links: list[str], certs: Path | None) -> tuple[list[str], list[str]]:
-    """Puts the measured link before those that were given, which count for their regions."""
+def _measured(url: str, certs: Path | None) -> Way:
     from diloco_cli.cli.probe import measure
+
+    return measure(url, lambda text: typer.echo(text, err=True), identity=for_url(certs))
+
+
+def _gross(way: Way) -> str:
+    """The link as `--link` says it: what was measured is net already."""
     from diloco_cli.sim.figures import LINE_SHARE
 
-    way = measure(url, lambda text: typer.echo(text, err=True), identity=for_url(certs))
-    said = f"the way to {url} was measured: {way.words} downwards; upwards the same is assumed"
-    # What was measured is net already.
-    gross = way.rate / LINE_SHARE.value / 1e6
-    return [f"{gross:.3f}Mbit/{1000 * way.round_trip:.3f}ms", *links], [said]
+    rate = way.rate / LINE_SHARE.value / 1e6
+    return f"{rate:.3f}Mbit/{1000 * way.round_trip:.3f}ms"
+
+
+def _steps(way: Way, spec: RunSpec) -> dict[str, float]:
+    """Seconds of a step in the regions of this spec that train at the server now."""
+    steps = {}
+    for region in spec.regions:
+        if speed := way.speeds.get(region.name):
+            inner = spec.inner_of(region.name)
+            steps[region.name] = inner.batch * inner.sequence / speed
+    return steps
+
+
+def _said(url: str, way: Way, steps: Mapping[str, float]) -> list[str]:
+    said = [f"the way to {url} was measured: {way.words} downwards; upwards the same is assumed"]
+    if steps:
+        slowest = max(steps, key=lambda name: steps[name])
+        said.append(
+            f"steps take what the regions that train there report, {steps[slowest]:.3g} s in "
+            f"{slowest} (unless --step or --flops is given)"
+        )
+    return said
 
 
 def _print(found: Plan) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from diloco_cli.net.client import Server
 from diloco_cli.net.identity import NOBODY, Identity
@@ -22,6 +23,8 @@ class Way:
     """Bytes a second of the largest fragment, downwards."""
     size: int
     """Bytes that were fetched each time."""
+    speeds: Mapping[str, float]
+    """Tokens a second of the regions that train there now."""
 
     @property
     def round_trip(self) -> float:
@@ -48,10 +51,10 @@ def measure(
     """Asks short questions and fetches the largest fragment, several times each."""
     with Server(url, retry=retry, identity=identity) as server:
         about = server.run()
-        trips = []
+        trips, status = [], {}
         for _ in range(TRIPS):
             began = time.monotonic()
-            server.status()
+            status = server.status()
             trips.append(time.monotonic() - began)
         fragment = max(range(len(about.fragments)), key=lambda number: about.fragments[number])
         latest = server.latest(fragment, wait=0)
@@ -62,4 +65,12 @@ def measure(
             size = len(server.whole(fragment, version).data)
             rates.append(size / (time.monotonic() - began))
             say(f"fragment {fragment}, {size / 1e6:.1f} MB: {server.down}")
-    return Way(trips, rates, size)
+    return Way(trips, rates, size, _speeds(status))
+
+
+def _speeds(status: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        region["name"]: region["tokens_per_second"]
+        for region in status.get("regions") or []
+        if region.get("training") and region.get("tokens_per_second")
+    }

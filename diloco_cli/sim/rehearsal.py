@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +33,8 @@ class World:
 
     step: Seconds | None = None
     """One inner step of a region at full speed."""
+    steps: Mapping[str, Seconds] = field(default_factory=dict)
+    """Steps of single regions as they were measured, slowed down or not."""
     flops: float | None = None
     """Sustained by one region; steps then take 6 × parameters × tokens ÷ this."""
     links: tuple[str, ...] = ()
@@ -57,12 +59,8 @@ def scenario_of(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
     """Gives the scenario, and in words what had to be assumed."""
     layout, said = resolve(spec).layout, []
     sites = tuple(_site(spec, region, layout.size, world) for region in spec.regions)
-    if world.step is None:
-        said.append(
-            f"a step takes {sites[0].step:.3g} s in {sites[0].name}: 6 × parameters × tokens at "
-            f"{world.flops or CORE_FLOPS:.3g} flop/s"
-            + ("" if world.flops else " (one processor core; give --step or --flops)")
-        )
+    if reckoned := _reckoned(sites, world):
+        said.append(reckoned)
     if not world.links:
         said.append("links of any rate and no delay (give --link)")
     duration = world.duration or CYCLES * spec.sync.every * max(site.step for site in sites)
@@ -95,13 +93,26 @@ def scenario_of(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
     return scenario, said
 
 
+def _reckoned(sites: Sequence[Site], world: World) -> str:
+    """Says of whose steps nothing is known but their arithmetic."""
+    unknown = [site for site in sites if site.name not in world.steps]
+    if world.step is not None or not unknown:
+        return ""
+    return (
+        f"a step takes {unknown[0].step:.3g} s in {unknown[0].name}: 6 × parameters × tokens at "
+        f"{world.flops or CORE_FLOPS:.3g} flop/s"
+        + ("" if world.flops else " (one processor core; give --step or --flops)")
+    )
+
+
 def _site(spec: RunSpec, region: RegionSpec, parameters: int, world: World) -> Site:
     inner = spec.inner_of(region.name)
     tokens = inner.batch * inner.sequence
     step = world.step or 6.0 * parameters * tokens / (world.flops or CORE_FLOPS)
+    step = world.steps.get(region.name, step / region.speed)
     link = _link(region.name, world.links, [each.name for each in spec.regions])
     limit = spec.wire.bits_per_second or math.inf
-    return Site(region.name, step / region.speed, float(tokens), link, world.jitter, most_up=limit)
+    return Site(region.name, step, float(tokens), link, world.jitter, most_up=limit)
 
 
 def _link(name: str, links: Sequence[str], known: Sequence[str]) -> Link:

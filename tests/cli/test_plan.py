@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from diloco_cli.assemble import load_run, resolve
 from diloco_cli.cli.app import app
 from diloco_cli.cli.link_stage import stage
+from diloco_cli.net.client import Server
 from diloco_cli.net.gauge import PATIENCE
 from diloco_cli.net.transport import Timeouts
 from diloco_cli.sim.advice import advised, followed, pasted
@@ -132,6 +133,33 @@ def test_a_probe_measures_the_way_to_a_real_server():
         result = run(QUICK, "--step", "1s", "--probe", url)
     assert result.exit_code == 0, result.output
     assert f"the way to {url} was measured" in result.output
+
+
+@pytest.mark.live
+def test_a_probe_takes_steps_from_the_regions_that_train_there(tmp_path: Path):
+    file = tmp_path / "spec.yaml"
+    regions = [{"name": "here"}, {"name": "there", "speed": 0.5}]
+    file.write_text(yaml.safe_dump({**yaml.safe_load(Path(QUICK).read_text()), "regions": regions}))
+    with stage(400_000) as running, Server(running.url) as server:
+        running.join(server)
+        nothing = dict.fromkeys(("trained", "applied", "pending", "refused", "discarded"), [0])
+        report = {
+            "stopping": False,
+            "drained": False,
+            "epoch": running.epoch,
+            "step": 9,
+            "training": True,
+            "fragments": [{"version": 0, "steps": 9}],
+            "tokens": nothing,
+            "tokens_per_second": 2048.0,
+        }
+        server.heartbeat("here", report)
+        found = data(str(file), "--probe", running.url)
+        given = data(str(file), "--probe", running.url, "--step", "1s")
+    assert found["step_seconds"]["here"] == pytest.approx(8 * 64 / 2048)
+    assert any("0.25 s in here" in words for words in found["assumptions"])
+    assert any("in there: 6 × parameters" in words for words in found["assumptions"])
+    assert given["step_seconds"] == {"here": 1.0, "there": 2.0}
 
 
 def test_the_guide_plans_a_spec_that_loads(tmp_path: Path):
