@@ -142,7 +142,7 @@ def test_a_probe_takes_steps_from_the_regions_that_train_there(tmp_path: Path):
     file.write_text(yaml.safe_dump({**yaml.safe_load(Path(QUICK).read_text()), "regions": regions}))
     with stage(400_000) as running, Server(running.url) as server:
         running.join(server)
-        nothing = dict.fromkeys(("trained", "applied", "pending", "refused", "discarded"), [0])
+        nothing = {fate: [0] for fate in ("trained", "applied", "pending", "refused", "discarded")}
         report = {
             "stopping": False,
             "drained": False,
