@@ -32,6 +32,10 @@ PAROLE = 8
 LIMIT = 20.0
 """Times the usual norm from which on a contribution is refused."""
 
+MOST_STEPS = 100.0
+"""Times the usual number of steps that a longer contribution may be excused by: a region says
+itself how many it made."""
+
 CLEAR = 5.0
 """Standard deviations of chance above which agreement means something."""
 
@@ -45,15 +49,24 @@ class Norms:
     """The norms of one fragment's latest accepted contributions."""
 
     recent: tuple[float, ...] = ()
+    steps: tuple[float, ...] = ()
+    """Inner steps that each of them holds."""
 
-    def seen(self, norm: float) -> Norms:
+    def seen(self, norm: float, steps: float = 1.0) -> Norms:
         """Adds the norm of an accepted contribution. A zero says nothing about the usual size."""
-        return Norms((*self.recent, norm)[-WINDOW:]) if norm > 0 else self
+        if not norm > 0:
+            return self
+        return Norms((*self.recent, norm)[-WINDOW:], (*self.steps, steps)[-WINDOW:])
 
     @property
     def usual(self) -> float | None:
         """The median, once there is enough to tell."""
         return median(self.recent) if len(self.recent) >= ENOUGH else None
+
+    def more(self, steps: float) -> float:
+        """How many times the usual number of steps these are, within reason; at least 1."""
+        usual = median(self.steps) if self.steps else steps
+        return min(max(1.0, steps / usual), MOST_STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +107,12 @@ class Conduct:
 
 
 def inspect(
-    delta: np.ndarray, fragment: Fragment, norms: Norms, *, limit: float = LIMIT
+    delta: np.ndarray,
+    fragment: Fragment,
+    norms: Norms,
+    *,
+    steps: float = 1.0,
+    limit: float = LIMIT,
 ) -> str | None:
     """Says why a contribution must not be merged, or None if it may."""
     length = norm(delta)
@@ -102,16 +120,20 @@ def inspect(
         return _not_finite(delta, fragment)
     if length > LARGEST and (absurd := _absurd(delta, fragment)):
         return absurd
-    return unusual(length, norms, limit=limit)
+    return unusual(length, norms, steps=steps, limit=limit)
 
 
-def unusual(length: float, norms: Norms, *, limit: float = LIMIT) -> str | None:
-    """Says why a contribution of this length must not be merged, or None if it may."""
-    usual = norms.usual
-    if usual is not None and length > limit * usual:
+def unusual(length: float, norms: Norms, *, steps: float = 1.0, limit: float = LIMIT) -> str | None:
+    """Says why a contribution of this length must not be merged, or None if it may.
+
+    Work that was held for long is longer, in proportion to its steps at most.
+    """
+    usual, more = norms.usual, norms.more(steps)
+    if usual is not None and length > limit * usual * more:
+        held = f" and it holds {more:.3g} times as many steps" if more > 1 else ""
         return (
-            f"its norm is {length:.4g}, the usual one here is {usual:.4g}; "
-            f"more than {limit:g} times that is refused"
+            f"its norm is {length:.4g}, the usual one here is {usual:.4g}{held}; "
+            f"more than {limit * more:.4g} times that is refused"
         )
     return None
 

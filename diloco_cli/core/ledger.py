@@ -73,7 +73,7 @@ class Slot:
         for name in ("waiting", "closing", "sources"):
             setattr(slot, name, {key: Receipt(**it) for key, it in getattr(slot, name).items()})
         slot.decided = {key: Decision(**it) for key, it in record["decided"].items()}
-        slot.norms = Norms(tuple(record["norms"]["recent"]))
+        slot.norms = Norms(**{key: tuple(seen) for key, seen in record["norms"].items()})
         return slot
 
 
@@ -177,7 +177,7 @@ def _decided(ledger: Ledger, record: Record) -> None:
     )
     _looked_at(ledger, receipt.region, record)
     if record["fate"] == "pending":
-        slot.norms = slot.norms.seen(record.get("norm", 0.0))
+        slot.norms = slot.norms.seen(record.get("norm", 0.0), receipt.steps)
         slot.waiting[receipt.region] = receipt
         ledger.bytes_up += receipt.bytes
         ledger.values_up += record.get("values", 0)

@@ -269,18 +269,18 @@ def examine(
     """
     if why := _dishonest(frame, recipe):
         return why, None
-    limit = recipe.spec.server.guard.norm
+    bounds = {"steps": frame.header.steps, "limit": recipe.spec.server.guard.norm}
     try:
         squares = frame.squares(edges_of(fragment))
         length = math.sqrt(float(squares.sum()))
         if not length <= LARGEST:  # One of its values may be as large: it gets a closer look.
-            return inspect(frame.values(), fragment, norms, limit=limit), squares
+            return inspect(frame.values(), fragment, norms, **bounds), squares
     except NotFinite as error:
         where = _tensor_at(fragment, error.index)
         return f"{where} has the value {error.value}, which is not finite", None
     except WireError as error:
         return error.message, None
-    return unusual(length, norms, limit=limit), squares
+    return unusual(length, norms, **bounds), squares
 
 
 def _dishonest(frame: Frame, recipe: Recipe) -> str | None:

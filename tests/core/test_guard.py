@@ -17,6 +17,7 @@ from diloco_cli.core.guard import (
     inspect,
     outlier,
     stranger,
+    unusual,
 )
 
 TWO_TENSORS = Fragment(0, (Piece("embed", 5, 9, (4, 2), 0, True), Piece("w", 0, 4, (4,), 8)))
@@ -48,6 +49,22 @@ def test_a_length_beyond_the_limit_is_refused_with_both_numbers():
     assert why and "its norm is 21, the usual one here is 1; more than 20 times" in why
     assert inspect(delta(19), TWO_TENSORS, USUAL) is None
     assert inspect(delta(19), TWO_TENSORS, USUAL, limit=10) is not None
+
+
+def test_work_that_was_held_for_long_may_be_longer_in_proportion():
+    norms = Norms()
+    for _ in range(ENOUGH):
+        norms = norms.seen(0.25, 1.6)
+    assert unusual(12.3, norms, steps=67) is None  # As eight honest regions once sent.
+    assert unusual(12.3, norms, steps=1.6) is not None
+    why = unusual(250.0, norms, steps=67)
+    assert why and "it holds 41.9 times as many steps" in why
+
+
+def test_no_claim_of_steps_excuses_everything():
+    known = Norms((1.0,) * ENOUGH, (1.0,) * ENOUGH)
+    assert unusual(20 * 100.5, known, steps=1e18) is not None
+    assert unusual(20 * 99.5, known, steps=1e18) is None
 
 
 def test_nothing_is_too_long_before_the_usual_length_is_known():
