@@ -169,7 +169,7 @@ class GuardSpec(Section):
     """What a contribution must be like to be merged."""
 
     norm: Annotated[Float, Field(ge=2, allow_inf_nan=False)] = 20.0
-    """Times the usual norm above which a contribution is refused; more where it holds more steps."""
+    """Times the usual norm above which a contribution is refused; more if it holds more steps."""
 
     agreement: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     """Least agreement with a round's other members, as a share of theirs with each other;
