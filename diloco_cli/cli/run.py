@@ -357,7 +357,7 @@ class LocalRun:
         }
 
 
-_SUMMARY = ("run", "name", "tokens", "loss", "outer_steps", "wire", "goodput")
+_SUMMARY = ("run", "name", "tokens", "loss", "outer_steps", "wire", "goodput", "goodputs")
 
 
 def error_like(code: int, who: str, why: str) -> DilocoError:

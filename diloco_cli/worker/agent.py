@@ -44,6 +44,7 @@ FINISH_SECONDS = 180.0
 """For a trainer to adopt and measure the final weights."""
 DRAIN_SECONDS = 10.0
 HEALTHY_SECONDS = 60.0
+LONGEST_PAUSE = 30.0
 TELL_SECONDS = 60.0
 """Between two lines that say how far the region is."""
 PERMANENT: dict[int, type[DilocoError]] = {2: SpecError, 5: StoreError}
@@ -179,6 +180,7 @@ class Agent:
                     code = self._buried(courier, self.trainer.code)
                     if code == 0 and courier.news.finished:
                         return self._leave(courier, "the run is finished")
+                    continue  # The next one may be due already.
             if courier.news.finished and self._is_late():
                 return self._leave(courier, "the run is finished")
             self._say_how_it_goes(courier)
@@ -186,7 +188,6 @@ class Agent:
 
     def _say_how_it_goes(self, courier: Courier) -> None:
         """Says a line when training begins, and one every minute from then on."""
-        # Until this trainer has spoken, the report in the mailbox is the last one's.
         spoken = self.trainer and courier.state["training"] is None
         now, said = time.monotonic(), self.mailbox.progress() if spoken else None
         if not said or (self._told_at is None and not said.get("training")):
@@ -215,16 +216,21 @@ class Agent:
         self._since = time.monotonic()
         self._told_at = None
         self.trainer = TrainerProcess(self.argv, self.log, heard=heard, ended=self.bell.ring)
-        if self.restarts:
-            self.events.note("trainer-restarted", region=self.region, restarts=self.restarts)
+        about = {"pid": self.trainer.pid, "restarts": self.restarts}
+        self.events.note("trainer-started", region=self.region, **about)
 
     def _buried(self, courier: Courier, code: int) -> int:
         """Takes note of a trainer's end and says how it ended; raises what cannot be mended."""
         assert self.trainer is not None
         words, hint = self.trainer.last_words()
+        about = {"region": self.region, "pid": self.trainer.pid}
+        progressed = self._has_progressed(courier)
         self.trainer = None
         why = "" if code == 0 else f"{how_it_ended(code)}{f': {words}' if words else ''}"
-        self.events.note("trainer-exited", region=self.region, code=code, why=why)
+        if code == 0:
+            self.events.note("trainer-exited", **about)
+        else:
+            self.events.note("trainer-died", **about, code=code, why=why)
         if code in PERMANENT:
             # The others need not wait for us, and who asks the server hears the reason.
             self._tell(courier, words or why)
@@ -232,15 +238,21 @@ class Agent:
             raise PERMANENT[code](words or f"The trainer ended with exit code {code}.", hint=hint)
         if code == 0 and courier.news.finished:
             return code
-        if time.monotonic() - self._since > HEALTHY_SECONDS:
-            self._failures = 0
-        self._failures += 1
+        self._failures = 1 if progressed else self._failures + 1
         self.restarts += 1
-        delay = min(30.0, 0.5 * 2 ** min(self._failures - 1, 10))
+        delay = pause_before(self._failures)
         self._again_at = time.monotonic() + delay
-        self._tell(courier, f"the trainer ended ({why or 'by itself'}), again in {delay:g} s")
+        again = f"again in {delay:g} s" if delay else "again at once"
+        self._tell(courier, f"the trainer ended ({why or 'by itself'}), {again}")
         self.say(courier.state["why"])
         return code
+
+    def _has_progressed(self, courier: Courier) -> bool:
+        """Says whether the trainer was any good: it trained, or at least stayed for long."""
+        # Until this trainer has spoken, the report in the mailbox is the last one's.
+        spoken = courier.state["training"] is None
+        trained = spoken and (self.mailbox.progress() or {}).get("training")
+        return bool(trained) or time.monotonic() - self._since > HEALTHY_SECONDS
 
     def _tell(self, courier: Courier, why: str) -> None:
         courier.state.update(training=False, why=why, restarts=self.restarts)
@@ -293,6 +305,14 @@ class Agent:
         """Ends the trainer at once; may be called from a signal handler."""
         if trainer := self.trainer:
             trainer.kill()
+
+
+def pause_before(failures: int) -> float:
+    """Seconds to wait before the next start, after so many in a row that came to nothing.
+
+    The first is made up for at once: whatever killed the trainer need not be its own fault.
+    """
+    return 0.0 if failures <= 1 else min(LONGEST_PAUSE, 0.5 * 2 ** min(failures - 2, 10))
 
 
 def how_far(progress: Mapping[str, Any]) -> str:
