@@ -151,7 +151,11 @@ def work(
 
 
 def trainer(
-    spec_file: SpecFile, region: Region = None, folder: Folder = None, cores: Cores = ""
+    spec_file: SpecFile,
+    region: Region = None,
+    folder: Folder = None,
+    cores: Cores = "",
+    alone: Annotated[float, typer.Option("--alone", hidden=True)] = 60.0,
 ) -> None:
     """Train one region's inner steps; started by `diloco work`."""
     # Loading JAX and tracing leave next to no garbage, and looking for it takes a tenth of
@@ -161,7 +165,8 @@ def trainer(
 
     spec = _load(spec_file, None)
     name = _one_region(spec, region)
-    raise typer.Exit(train(spec, name, folder or _home(spec), cores=_cores(cores)))
+    home = folder or _home(spec)
+    raise typer.Exit(train(spec, name, home, cores=_cores(cores), alone=alone))
 
 
 def _load(spec_file: Path, overrides: Sequence[str] | None) -> RunSpec:

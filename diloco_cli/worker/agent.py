@@ -4,12 +4,15 @@
                                         ▲                    │ died: again, after a pause
                                         └──── fenced ◀───────┘ (a stand-by while another lives)
 
+    a trainer that outlived its last agent ──▶ taken over at once, and goes on meanwhile
+
 It never imports JAX, so it outlives whatever happens to the training, and a trainer that
 dies is back as fast as JAX can start. Everything it knows is in the region's folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import sys
@@ -24,9 +27,11 @@ from diloco_cli.net.client import Fenced, Server
 from diloco_cli.net.identity import NOBODY, Identity
 from diloco_cli.net.transport import Retry
 from diloco_cli.observe.events import EventLog
+from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.messages import Joined
+from diloco_cli.worker.adopted import AdoptedTrainer, adopt, papers
 from diloco_cli.worker.bell import Bell, end_at_once, leave_on_signals, listen
 from diloco_cli.worker.courier import Courier
 from diloco_cli.worker.door import Door, Terms
@@ -116,7 +121,8 @@ class Agent:
         self.events = EventLog(folder / "events.jsonl", region)
         self.connect = partial(Server, url, rate_limit=rate_limit)
         self.say = say or _say
-        self.trainer: TrainerProcess | None = None
+        self.trainer: TrainerProcess | AdoptedTrainer | None = None
+        self._courier: Courier | None = None
         self.restarts = 0
         self._failures, self._since, self._again_at = 0, 0.0, 0.0
         self._finished_at: float | None = None
@@ -126,6 +132,13 @@ class Agent:
         """Joins and serves, as often as it is fenced; says the exit code."""
         door = Door(self.mailbox, self.region, self.terms, self.bell, say=self.say)
         door.boot()
+        self._adopt_trainer()
+        try:
+            return self._run(door, wait=float("inf") if self.trainer else wait)
+        finally:
+            self._stop_trainer()
+
+    def _run(self, door: Door, *, wait: float) -> int:
         with self.connect(retry=Retry(tries=1)) as server:
             about = door.ask(server.run, wait=wait)
             if about is None:
@@ -135,13 +148,37 @@ class Agent:
             # Once it was there it may be away for any time.
             while (joined := door.join(server, about.run, wait=wait)) is not None:
                 wait = float("inf")
+                if joined.high > self._own_clock(len(joined.versions)):
+                    self._stop_trainer()  # Another folder spoke for us meanwhile: begin anew.
                 try:
                     return self._serve(joined)
                 except Fenced as error:
                     self.say(f"another worker speaks for {self.region} now: {error.message}")
-                finally:
                     self._stop_trainer()
         return 0
+
+    def _adopt_trainer(self) -> None:
+        """Takes over a trainer whose agent was killed, before it gives us up."""
+        identity = self.mailbox.identity()
+        if identity is None:
+            return
+        wanted = papers(self.argv, self.log.parent.parent / RESOLVED, identity)
+        self.trainer = adopt(
+            self.mailbox, wanted, self.log, heard=self._heard, ended=self.bell.ring
+        )
+        if self.trainer:
+            self._since = time.monotonic()
+            step = (self.mailbox.progress() or {}).get("step")
+            about = {"pid": self.trainer.pid, "step": step}
+            self.events.note("trainer-adopted", region=self.region, **about)
+            self.say(f"took over the trainer {self.trainer.pid} at step {step}")
+
+    def _own_clock(self, fragments: int) -> int:
+        """The newest clock that this folder has put on a frame."""
+        frames = []
+        with contextlib.suppress(DilocoError):  # Then whoever trains here is started anew.
+            frames = [self.mailbox.frame(number) for number in range(fragments)]
+        return max((frame.header.clock for frame in frames if frame), default=-1)
 
     # While we hold the lease
 
@@ -156,8 +193,12 @@ class Agent:
             on_mail=self._ring_trainer,
             on_change=self.bell.ring,
         )
+        self._courier = courier
         self.say(f"joined as epoch {joined.epoch}, versions {list(joined.versions)}")
-        self._tell(courier, "fetching the published weights")
+        if self.trainer:
+            self._heard(b"posted progress")
+        else:
+            self._tell(courier, "fetching the published weights")
         courier.start()
         try:
             return self._supervise(courier)
@@ -206,16 +247,18 @@ class Agent:
         self._finished_at = self._finished_at or time.monotonic()
         return time.monotonic() - self._finished_at > FINISH_SECONDS
 
-    def _start_trainer(self, courier: Courier) -> None:
-        def heard(words: bytes) -> None:
-            if self.trainer is None or self.trainer.code is None:  # Its end is told by us.
-                courier.state.update(training=None, why=None)
-            courier.heard(words)
+    def _heard(self, words: bytes) -> None:
+        if (courier := self._courier) is None:
+            return
+        if self.trainer is None or self.trainer.code is None:  # Its end is told by us.
+            courier.state.update(training=None, why=None)
+        courier.heard(words)
 
+    def _start_trainer(self, courier: Courier) -> None:
         self._tell(courier, "starting the trainer")
         self._since = time.monotonic()
         self._told_at = None
-        self.trainer = TrainerProcess(self.argv, self.log, heard=heard, ended=self.bell.ring)
+        self.trainer = TrainerProcess(self.argv, self.log, heard=self._heard, ended=self.bell.ring)
         about = {"pid": self.trainer.pid, "restarts": self.restarts}
         self.events.note("trainer-started", region=self.region, **about)
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -28,13 +28,16 @@ from diloco_cli.core import delta
 from diloco_cli.core.fragments import piece_of
 from diloco_cli.errors import WireError
 from diloco_cli.observe.events import EventLog
+from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.codec import NotFinite
-from diloco_cli.worker.bell import LAST_MOMENT, Bell, leave_on_signals, listen, ring_pipe
+from diloco_cli.worker.adopted import papers, show_papers
+from diloco_cli.worker.bell import LAST_MOMENT, Bell, leave_on_signals
 from diloco_cli.worker.desk import Desk, Draft
 from diloco_cli.worker.holdings import Holdings
 from diloco_cli.worker.inbox import LOOK_SECONDS, Inbox
-from diloco_cli.worker.mailbox import Fate, Identity, Mailbox
+from diloco_cli.worker.lifeline import ALONE_SECONDS, Lifeline
+from diloco_cli.worker.mailbox import TRAINER_LOCK, Fate, Identity, Mailbox
 from diloco_cli.worker.reporter import Reporter
 from diloco_cli.worker.saving import Saving
 from diloco_cli.worker.standing import Place, stand
@@ -45,14 +48,21 @@ RETRY_SECONDS = 5.0
 """Between two tries to write to a disk that refused."""
 PATIENCE = 5
 """Steps in a row without a finite loss before the unmerged work is given up."""
-TRAINER_LOCK = "trainer.lock"
 
 
-def train(spec: RunSpec, region: str, folder: Path, *, cores: Sequence[int] | None = None) -> int:
+def train(
+    spec: RunSpec,
+    region: str,
+    folder: Path,
+    *,
+    cores: Sequence[int] | None = None,
+    alone: float = ALONE_SECONDS,
+) -> int:
     """Trains one region until it is told to stop or the run is finished.
 
     The agent writes to our standard input when there is mail and hears of ours on our
-    standard output. When our input ends the agent is gone, and so are we.
+    standard output. When our input ends the agent is gone, and unless another takes us
+    over we follow it `alone` seconds later.
     """
     startup = Startup()
     set_up(cores)
@@ -64,15 +74,19 @@ def train(spec: RunSpec, region: str, folder: Path, *, cores: Sequence[int] | No
     # Ctrl-C and a closed terminal are for the agent, which tells us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    listen(bell, 0, gone="the agent is gone", last_moment=LAST_MOMENT)
-    tell = partial(ring_pipe, _take_over_stdout())
     mailbox = Mailbox(folder / "regions" / region)
-    # A trainer whose agent was killed may still be writing its last checkpoint.
+    lifeline = Lifeline(bell, mailbox, _take_over_stdout(), alone=alone)
+    lifeline.listen()
+    # A trainer that was sent away may still be writing its last checkpoint.
     with mailbox.locked(TRAINER_LOCK, seconds=LAST_MOMENT + 10):
+        if lifeline.orphaned:
+            return 0  # Nobody could know of us yet, and our successor may be waiting already.
         mailbox.clear_trainer_drafts()
+        identity = mailbox.identity() or Identity("", 0)
+        show_papers(mailbox, papers(sys.orig_argv, folder / RESOLVED, identity))
         task = prepare(spec, region)
         events = EventLog(folder / "events.jsonl", f"{region}.trainer")
-        trainer = Trainer(task, mailbox, bell, tell=tell, events=events, startup=startup)
+        trainer = Trainer(task, mailbox, bell, tell=lifeline.tell, events=events, startup=startup)
         return trainer.run()
 
 
