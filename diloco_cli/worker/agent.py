@@ -137,6 +137,7 @@ class Agent:
             return self._run(door, wait=float("inf") if self.trainer else wait)
         finally:
             self._stop_trainer()
+            self.mailbox.remove_bells()
 
     def _run(self, door: Door, *, wait: float) -> int:
         with self.connect(retry=Retry(tries=1)) as server:

@@ -104,6 +104,10 @@ class Mailbox:
             with contextlib.suppress(OSError):
                 os.mkfifo(bell, 0o600)
 
+    def remove_bells(self) -> None:
+        """A folder where nobody works holds files only; call it under the lock."""
+        _remove((self.trainer_bell, self.agent_bell))
+
     def clear_agent_drafts(self) -> None:
         """Removes what an agent that died left half written; call it under the lock."""
         for name in ("identity.json", "calls.json"):

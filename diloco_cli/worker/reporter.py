@@ -32,6 +32,9 @@ class Reporter:
         """The newest evaluation; a restarted trainer does not repeat it."""
         self._evaluated_at = sum(self.heldout["versions"]) if self.heldout else None
         self._worked = self._lost = self._pace = self.newly_lost = 0.0
+        # A spec that sets the pace has said how fast the region is when nothing is wrong.
+        step = getattr(getattr(task.spec, "chaos", None), "step_seconds", None)
+        self._paced = task.tokens * task.spec.region(task.region).speed / step if step else 0.0
         self._step = -1
         sync = task.spec.sync
         self._every = max(1, sync.every // sync.fragments)
@@ -66,7 +69,7 @@ class Reporter:
             "step_seconds": self.meter.step_seconds,
             "worked": round(self._worked + self.meter.worked, 3),
             "lost": self._lost + self.newly_lost,
-            "pace": max(self._pace, self.meter.pace),
+            "pace": self._paced or max(self._pace, self.meter.pace),
             "why": f"{self.why}; {self.trouble}" if self.trouble else self.why,
             "heldout": self.heldout,
         }
