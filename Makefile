@@ -66,6 +66,7 @@ bench: install                   ## figures, each beside its limit from the same
 	$(BIN)/diloco bench inner
 	$(BIN)/diloco bench wire
 	$(BIN)/diloco bench link
+	$(BIN)/diloco bench recovery
 
 docs: install                    ## the generated reference pages
 	$(BIN)/python -m diloco_cli.cli.reference docs/reference

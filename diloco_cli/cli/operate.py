@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -150,14 +151,22 @@ def work(
 
 
 def trainer(
-    spec_file: SpecFile, region: Region = None, folder: Folder = None, cores: Cores = ""
+    spec_file: SpecFile,
+    region: Region = None,
+    folder: Folder = None,
+    cores: Cores = "",
+    alone: Annotated[float, typer.Option("--alone", hidden=True)] = 60.0,
 ) -> None:
     """Train one region's inner steps; started by `diloco work`."""
+    # Loading JAX and tracing leave next to no garbage, and looking for it takes a tenth of
+    # the start. The trainer turns it on again when it has made its first step.
+    gc.disable()
     from diloco_cli.worker.trainer import train
 
     spec = _load(spec_file, None)
     name = _one_region(spec, region)
-    raise typer.Exit(train(spec, name, folder or _home(spec), cores=_cores(cores)))
+    home = folder or _home(spec)
+    raise typer.Exit(train(spec, name, home, cores=_cores(cores), alone=alone))
 
 
 def _load(spec_file: Path, overrides: Sequence[str] | None) -> RunSpec:

@@ -96,6 +96,27 @@ def sync(
     show(found, format)
 
 
+@bench.command()
+def recovery(
+    kills: Annotated[int, typer.Option(min=1, help="How often the trainer is killed.")] = 20,
+    model: Annotated[
+        str, typer.Option(help="Which of our pipelines to run, with one region.")
+    ] = "quickstart",
+    seed: Annotated[int, typer.Option(help="Of the moments at which it is killed.")] = 0,
+    format: OutputFormat = Format.text,
+) -> None:
+    """Measure how long a region stands still when its trainer is killed.
+
+    From SIGKILL to the end of the next inner step, with the parts it consists of.
+    """
+    from diloco_cli.cli.bench_recovery import recovery_figures
+
+    found = recovery_figures(
+        kills=kills, model=model, seed=seed, say=lambda text: typer.echo(text, err=True)
+    )
+    show(found, format)
+
+
 def show(figures: list[dict[str, Any]], format: Format) -> None:
     """Prints figures, each with the limit it was measured against in the same run."""
     if format is Format.json:

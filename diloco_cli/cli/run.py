@@ -36,6 +36,8 @@ from diloco_cli.launch.local import Launcher, Role
 from diloco_cli.launch.supervise import INCURABLE, Change, Keeper, Patience
 from diloco_cli.observe.events import EventLog
 from diloco_cli.observe.terminal import Progress
+from diloco_cli.worker.adopted import end_trainer
+from diloco_cli.worker.mailbox import Mailbox
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 60.0
@@ -326,6 +328,9 @@ class LocalRun:
         for keepers in (list(self._workers.values()), [self._server]):
             handles = [keeper.handle for keeper in keepers if keeper.handle]
             self._launcher.stop(handles, grace=grace, hurry=lambda: signals.impatient)
+        # A trainer that outlived a killed worker is in no group of ours.
+        for region in self.plan.regions:
+            end_trainer(Mailbox(self.plan.folder / "regions" / region))
 
     def summary(self) -> dict[str, Any]:
         """What the run came to; empty if it never came to anything."""
@@ -357,7 +362,7 @@ class LocalRun:
         }
 
 
-_SUMMARY = ("run", "name", "tokens", "loss", "outer_steps", "wire", "goodput")
+_SUMMARY = ("run", "name", "tokens", "loss", "outer_steps", "wire", "goodput", "goodputs")
 
 
 def error_like(code: int, who: str, why: str) -> DilocoError:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from diloco_cli.observe.metrics import warnings
+from diloco_cli.observe.metrics import GOODPUTS, warnings
 from diloco_cli.observe.words import amount, bits, bytes_, loss, percent, seconds, state_of
 
 _STYLE = """
@@ -85,7 +85,7 @@ def _why(status: Status) -> str:
 
 def _facts(status: Status) -> str:
     losses, wire = status.get("loss") or {}, status.get("wire") or {}
-    tokens = status.get("tokens") or {}
+    tokens, goodputs = status.get("tokens") or {}, status.get("goodputs") or {}
     facts = [
         ("held-out loss", loss(losses.get("heldout"))),
         ("training loss", loss(losses.get("train"))),
@@ -94,6 +94,7 @@ def _facts(status: Status) -> str:
         ("bits a parameter, down", bits(wire.get("bits_per_parameter_down"))),
         ("moved up / down", f"{bytes_(wire.get('bytes_up'))} / {bytes_(wire.get('bytes_down'))}"),
         ("goodput", percent(status.get("goodput"))),
+        *((f"goodput: {name}", percent(goodputs.get(name))) for name in GOODPUTS),
         ("tokens pending", amount(tokens.get("pending"))),
         ("tokens refused", amount(tokens.get("refused"))),
         ("tokens discarded", amount(tokens.get("discarded"))),

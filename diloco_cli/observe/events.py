@@ -83,11 +83,16 @@ KINDS: Mapping[str, Kind] = {
         "the global weights were measured on held-out text",
         ("region", "versions", "loss", "outer_steps"),
     ),
-    "trainer-started": Kind(
-        "a region's trainer runs", ("region", "pid", "step", "resumed", "restarts")
+    "trainer-started": Kind("a region's trainer was started", ("region", "pid", "restarts")),
+    "trainer-adopted": Kind(
+        "a new worker took over the trainer of one that died", ("region", "pid", "step")
     ),
-    "trainer-exited": Kind("a region's trainer ended", ("region", "code", "why", "step")),
-    "trainer-restarted": Kind("a region's trainer was started again", ("region", "restarts")),
+    "trainer-died": Kind("a region's trainer ended unasked", ("region", "pid", "code", "why")),
+    "trainer-exited": Kind("a region's trainer ended in order", ("region", "pid", "why")),
+    "first-step": Kind(
+        "a trainer made its first inner step; what it took, in seconds, and tokens it had lost",
+        ("region", "pid", "step", "resumed", "lost", "import", "restore", "compile", "total"),
+    ),
     "link-lost": Kind("a region cannot reach the server and trains on", ("region", "url", "why")),
     "link-back": Kind("a region reaches the server again", ("region", "url", "silent_seconds")),
     "note": Kind("something worth a line for people", ("why", "region")),

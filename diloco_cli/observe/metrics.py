@@ -7,12 +7,14 @@ status document that `GET /v1/status` answers and `diloco status --format json` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from diloco_cli.observe.events import Event
 
 Status = Mapping[str, Any]
 
+GOODPUTS = ("time", "tokens", "participation")
 FATES = ("applied", "pending", "refused", "discarded")
 
 
@@ -29,6 +31,92 @@ def goodput(applied: float, trained: float) -> float | None:
     region that stands still trains no tokens.
     """
     return applied / trained if trained else None
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What one region has done so far, or within a window of time."""
+
+    worked: float = 0.0
+    """Seconds spent in inner steps, those whose work was lost included."""
+    trained: float = 0.0
+    """Tokens of all inner steps, lost ones included."""
+    kept: float = 0.0
+    """Of these, what is applied or still can be: not lost, not refused, not discarded."""
+    applied: float = 0.0
+    """Of these, what is in published weights."""
+    pace: float = 0.0
+    """Tokens a second when nothing is wrong; 0 if it is not known yet."""
+
+
+def goodputs(
+    efforts: Sequence[Effort], *, elapsed: float, rounds: int, contributions: int
+) -> dict[str, float | None]:
+    """Says the three goodputs of a run: of its time, of its tokens, of its rounds.
+
+    `contributions` is the sum over `rounds` of how many regions each one merged.
+    """
+    return {
+        "time": time_goodput(efforts, elapsed),
+        "tokens": token_goodput(efforts, elapsed),
+        "participation": participation(rounds, contributions, len(efforts)),
+    }
+
+
+def time_goodput(efforts: Sequence[Effort], elapsed: float) -> float | None:
+    """Says which share of the regions' time went into inner steps whose work was kept."""
+    if not efforts or elapsed <= 0:
+        return None
+    kept = [one.worked * one.kept / one.trained for one in efforts if one.trained]
+    return sum(kept) / (len(efforts) * elapsed)
+
+
+def token_goodput(efforts: Sequence[Effort], elapsed: float) -> float | None:
+    """Says which share of the tokens that a run without faults trains was applied.
+
+    A region whose pace nobody has seen yet counts as fast as the others on average.
+    """
+    paces = [one.pace for one in efforts if one.pace > 0]
+    if not paces or elapsed <= 0:
+        return None
+    fault_free = sum(paces) / len(paces) * len(efforts)
+    return sum(one.applied for one in efforts) / (fault_free * elapsed)
+
+
+def participation(rounds: int, contributions: int, regions: int) -> float | None:
+    """Says which share of the regions a round merged, on average."""
+    return contributions / (rounds * regions) if rounds and regions else None
+
+
+def participation_in(events: Iterable[Event], regions: int) -> float | None:
+    """The same from the run log, for as many of its events as are given."""
+    members = [len(event.fields.get("members") or ()) for event in events if _merged(event)]
+    return participation(len(members), sum(members), regions)
+
+
+def _merged(event: Event) -> bool:
+    return event.kind == "published"
+
+
+def recoveries(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Lists, for each trainer that died, how long its region stood still and why, in seconds.
+
+    `start`, `fetch` and `compile` are the parts of the next start that came to a step; `total`
+    counts from the moment the agent noticed, and `lost` is in tokens. What has not come to a
+    step yet is left out.
+    """
+    died: dict[str, float] = {}
+    found = []
+    for event in events:
+        region = event.fields.get("region")
+        if event.kind == "trainer-died" and region not in died:
+            died[str(region)] = event.time
+        if event.kind == "first-step" and (since := died.pop(str(region), None)) is not None:
+            parts = {"start": "import", "fetch": "restore", "compile": "compile"}
+            took = {name: event.fields.get(key) for name, key in parts.items()}
+            total, lost = event.time - since, event.fields.get("lost")
+            found.append({"region": region, "at": since, "total": total, "lost": lost, **took})
+    return found
 
 
 def staleness(published: Sequence[int], adopted: Sequence[int]) -> int:
@@ -133,6 +221,9 @@ _RUN = (
     ("loss_heldout", ("loss", "heldout"), "Held-out loss of the global weights, nats per token"),
     ("loss_train", ("loss", "train"), "Training loss, averaged over regions"),
     ("goodput_ratio", ("goodput",), "Tokens applied over tokens trained"),
+    ("goodput_time_ratio", ("goodputs", "time"), "Share of the time in steps that were kept"),
+    ("goodput_tokens_ratio", ("goodputs", "tokens"), "Tokens applied over fault-free tokens"),
+    ("participation_ratio", ("goodputs", "participation"), "Mean share of regions in a round"),
 )
 
 _WIRE = (
@@ -151,6 +242,7 @@ _REGION = (
     ("region_share_ratio", "share", "Share of the merged weight"),
     ("region_last_merged_seconds", "last_merged_seconds", "Since the region was last merged"),
     ("region_restarts", "restarts", "Trainer restarts"),
+    ("region_tokens_lost", "lost", "Tokens trained and lost with a trainer that died"),
     ("region_refused", "refused", "Contributions refused"),
     ("region_quarantined", "quarantined", "1 while the region's work is kept out"),
     ("region_mended", "mended", "Copies of published weights replaced for having other bits"),

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco_cli.observe.metrics import seconds_left, warnings
+from diloco_cli.observe.metrics import GOODPUTS, seconds_left, warnings
 from diloco_cli.observe.words import (
     amount,
     bits,
@@ -124,10 +124,17 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f" {bytes_(wire.get('bytes_down'))} down at"
             f" {bits(wire.get('bits_per_parameter_down'))} bits a parameter",
         ),
-        ("goodput", percent(summary.get("goodput"))),
+        ("goodput", f"{percent(summary.get('goodput'))}{_of_what(summary)}"),
         ("wall time", seconds(summary.get("wall_seconds"))),
         *((str(name), told) for name, told in _fallen(summary)),
     ]
+
+
+def _of_what(document: Mapping[str, Any]) -> str:
+    """Says the three goodputs, each with what it is a share of; nothing if none is known."""
+    found = document.get("goodputs") or {}
+    known = [f"{name} {percent(found[name])}" for name in GOODPUTS if found.get(name) is not None]
+    return f" ({', '.join(known)})" if known else ""
 
 
 def _fallen(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -244,7 +251,7 @@ def _figures(status: Status) -> RenderableType:
     facts = [
         f"held-out loss {loss(losses.get('heldout'))}",
         f"outer steps {amount(status.get('outer_steps'))}",
-        f"goodput {percent(status.get('goodput'))}",
+        f"goodput {percent(status.get('goodput'))}{_of_what(status)}",
     ]
     # Two lines, so that neither is wrapped in a window of 80 columns.
     moved = [

@@ -71,7 +71,7 @@ class Coordinator(Conductor):
         if said.stopping and not (presence.said and presence.said.stopping):
             state.note("left", region=region, why=said.why)
         presence.said = said
-        state.tally.account(region).reported = said.tokens
+        state.tally.account(region).hear(said)
         if said.step_seconds > 0:
             state.averages = pace.stepped(state.averages, region, said.step_seconds)
         if said.heldout:

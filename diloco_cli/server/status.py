@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from diloco_cli.observe.metrics import bits_per_parameter, goodput, staleness
+from diloco_cli.observe.metrics import bits_per_parameter, goodput, goodputs, staleness
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.presence import Presence
 from diloco_cli.server.tally import Books
@@ -31,6 +31,7 @@ def status(coordinator: Coordinator, url: str) -> dict[str, Any]:
         "loss": _losses(coordinator),
         "wire": _wire(coordinator),
         "goodput": goodput(tokens["applied"], tokens["trained"]),
+        "goodputs": _goodputs(coordinator),
         "seconds": round(state.seconds, 1),
         "fragments": [
             {
@@ -70,18 +71,34 @@ def summary(coordinator: Coordinator) -> dict[str, Any]:
         "outer_steps": ledger.outer_steps,
         "wire": _wire(coordinator),
         "goodput": goodput(tokens["applied"], tokens["trained"]),
+        "goodputs": _goodputs(coordinator),
         "wall_seconds": round(state.seconds, 1),
         "regions": {
             region.name: {
                 "share": tally.share(region.name),
                 "applied": round(tally.applied(region.name), 1),
                 "refused": ledger.refused.get(region.name, 0),
+                "lost": round(tally.lost(region.name), 1),
             }
             for region in state.spec.regions
         },
         "spec_digest": state.recipe.spec_digest,
         "layout_digest": state.recipe.layout.digest,
     }
+
+
+def _goodputs(coordinator: Coordinator) -> dict[str, float | None]:
+    state = coordinator.state
+    tally = state.tally
+    elapsed = tally.elapsed_at(state.seconds, state.wall())
+    if state.ledger.finished:
+        elapsed = tally.elapsed  # Nobody trains after the last round.
+    return goodputs(
+        [tally.effort(region.name) for region in state.spec.regions],
+        elapsed=elapsed,
+        rounds=tally.rounds,
+        contributions=tally.contributions,
+    )
 
 
 def _tokens(coordinator: Coordinator) -> dict[str, float]:
@@ -161,6 +178,7 @@ def _region(coordinator: Coordinator, name: str) -> dict[str, Any]:
         if merged_at is None
         else round(max(0.0, state.wall() - merged_at), 1),
         "restarts": said.restarts if said else None,
+        "lost": round(tally.lost(name), 1),
         "refused": ledger.refused.get(name, 0),
         "mended": said.mended if said else 0,
         "quarantined": name in ledger.quarantined(),

@@ -16,12 +16,13 @@ reports. So the equation fails if anything was merged twice, lost or made up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from diloco_cli.core.rounds import Receipt
+from diloco_cli.observe.metrics import Effort
 from diloco_cli.server.recipe import Recipe
-from diloco_cli.wire.messages import Tokens
+from diloco_cli.wire.messages import Heartbeat, Tokens
 
 FATES = ("trained", "applied", "pending", "refused", "discarded")
 SUMS = (
@@ -33,8 +34,17 @@ SUMS = (
     "bytes_down",
     "delta_bytes",
     "delta_values",
+    "contributions",
+    "elapsed",
+    "published_at",
 )
 """What a snapshot keeps as it is."""
+
+SAID = ("reported", "worked", "lost", "pace")
+"""What an account knows from reports; no snapshot keeps it, every heartbeat says it again."""
+
+REST = 600.0
+"""A server that is away for longer was not down but stopped, and the run rested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,16 @@ class Account:
     posted: dict[int, Books] = field(default_factory=dict)
     """By fragment: the totals in the header of the newest frame."""
     reported: Tokens | None = None
+    worked: float = 0.0
+    """Seconds in inner steps, as the region says."""
+    lost: float = 0.0
+    """Tokens trained and lost with a trainer that died, as the region says."""
+    pace: float = 0.0
+
+    def hear(self, said: Heartbeat) -> None:
+        """Takes the region's newest word."""
+        self.reported, self.worked, self.lost = said.tokens, said.worked, said.lost
+        self.pace = said.pace
 
     def books(self, fragment: int) -> Books:
         """The region's newest word on a fragment, with the server's own `applied`.
@@ -98,6 +118,11 @@ class Tally:
         self.bytes_down = 0
         self.delta_bytes = 0
         self.delta_values = 0
+        self.contributions = 0
+        """Sum over rounds of their members."""
+        self.elapsed = 0.0
+        """Until the last round: the time served and the outages in between."""
+        self.published_at: float | None = None
         self._owner: dict[str, str] = {}
         self._waiting: dict[tuple[str, int], tuple[str, Receipt]] = {}
 
@@ -139,15 +164,17 @@ class Tally:
         for each in record["accounts"]:
             key = (each["region"], each["owner"])
             posted = {int(f): Books(**books) for f, books in each["posted"].items()}
-            said = before[key].reported if key in before else None
-            self.accounts[key] = Account(list(each["applied"]), posted, said)
+            self.accounts[key] = Account(list(each["applied"]), posted)
+            if known := before.get(key):
+                kept = {name: getattr(known, name) for name in SAID}
+                self.accounts[key] = replace(self.accounts[key], **kept)
         self._waiting = {
             (each["region"], each["fragment"]): (each["owner"], Receipt(**each["receipt"]))
             for each in record["waiting"]
         }
         self._owner = dict(record["owner"])
         for name in SUMS:
-            kept = record[name]
+            kept = record.get(name, getattr(self, name))  # An older program knew fewer.
             setattr(self, name, dict(kept) if isinstance(kept, dict) else kept)
 
     def account(self, region: str) -> Account:
@@ -180,10 +207,45 @@ class Tally:
             share = weight / sum(weights.values())
             self.shares[region] = self.shares.get(region, 0.0) + share
         self.rounds += 1
+        self.contributions += len(record["members"])
+        if (now := record.get("time")) is not None:
+            self.elapsed = self.elapsed_at(record.get("seconds", 0.0), now)
+            self.published_at = now
         self.delta_bytes += record["bytes"]
         self.delta_values += self._recipe.sizes[fragment]
         self.bytes_down = max(self.bytes_down, record.get("bytes_down", 0))
         self.seconds = max(self.seconds, record.get("seconds", 0.0))
+
+    def elapsed_at(self, seconds: float, wall: float) -> float:
+        """How long the run has lasted, when it has been served for `seconds` and it is `wall`.
+
+        The time that the server was down counts, the time that the run rested does not.
+        """
+        since = self.began if self.published_at is None else self.published_at
+        served = max(0.0, seconds - self.seconds)
+        passed = served if since is None else max(served, wall - since)
+        return self.elapsed + (passed if passed - served < REST else served)
+
+    def effort(self, region: str) -> Effort:
+        """What a region has done, all its folders together."""
+        own = [account for (name, _), account in self.accounts.items() if name == region]
+        sizes = self._recipe.sizes
+        sums = Books()
+        for account in own:
+            for fragment, size in enumerate(sizes):
+                books = account.books(fragment)
+                sums += Books(*(getattr(books, fate) * size / sum(sizes) for fate in FATES))
+        return Effort(
+            worked=sum(account.worked for account in own),
+            trained=sums.trained + sum(account.lost for account in own),
+            kept=sums.applied + max(0.0, sums.pending),
+            applied=sums.applied,
+            pace=max((account.pace for account in own), default=0.0),
+        )
+
+    def lost(self, region: str) -> float:
+        """Tokens that the region trained and lost with trainers that died."""
+        return sum(each.lost for (name, _), each in self.accounts.items() if name == region)
 
     def applied(self, region: str) -> float:
         """Tokens of the region that were merged: each fragment's, averaged with their sizes."""

@@ -201,6 +201,12 @@ class Heartbeat(Request):
     tokens_per_second: Annotated[float, Field(strict=True, ge=0)] = 0.0
     step_seconds: Seconds = 0.0
     restarts: Count = 0
+    worked: Seconds = 0.0
+    """In inner steps, since the region began."""
+    lost: Amount = 0.0
+    """Tokens trained and lost with a trainer that died, since the region began."""
+    pace: Annotated[float, Field(strict=True, ge=0)] = 0.0
+    """Tokens a second when nothing is wrong."""
     why: Text = ""
     heldout: HeldOut | None = None
     images: dict[Count, Holding] = {}

@@ -4,12 +4,15 @@
                                         ▲                    │ died: again, after a pause
                                         └──── fenced ◀───────┘ (a stand-by while another lives)
 
+    a trainer that outlived its last agent ──▶ taken over at once, and goes on meanwhile
+
 It never imports JAX, so it outlives whatever happens to the training, and a trainer that
 dies is back as fast as JAX can start. Everything it knows is in the region's folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import sys
@@ -24,9 +27,11 @@ from diloco_cli.net.client import Fenced, Server
 from diloco_cli.net.identity import NOBODY, Identity
 from diloco_cli.net.transport import Retry
 from diloco_cli.observe.events import EventLog
+from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.messages import Joined
+from diloco_cli.worker.adopted import AdoptedTrainer, adopt, papers
 from diloco_cli.worker.bell import Bell, end_at_once, leave_on_signals, listen
 from diloco_cli.worker.courier import Courier
 from diloco_cli.worker.door import Door, Terms
@@ -44,6 +49,7 @@ FINISH_SECONDS = 180.0
 """For a trainer to adopt and measure the final weights."""
 DRAIN_SECONDS = 10.0
 HEALTHY_SECONDS = 60.0
+LONGEST_PAUSE = 30.0
 TELL_SECONDS = 60.0
 """Between two lines that say how far the region is."""
 PERMANENT: dict[int, type[DilocoError]] = {2: SpecError, 5: StoreError}
@@ -115,7 +121,8 @@ class Agent:
         self.events = EventLog(folder / "events.jsonl", region)
         self.connect = partial(Server, url, rate_limit=rate_limit)
         self.say = say or _say
-        self.trainer: TrainerProcess | None = None
+        self.trainer: TrainerProcess | AdoptedTrainer | None = None
+        self._courier: Courier | None = None
         self.restarts = 0
         self._failures, self._since, self._again_at = 0, 0.0, 0.0
         self._finished_at: float | None = None
@@ -125,6 +132,14 @@ class Agent:
         """Joins and serves, as often as it is fenced; says the exit code."""
         door = Door(self.mailbox, self.region, self.terms, self.bell, say=self.say)
         door.boot()
+        self._adopt_trainer()
+        try:
+            return self._run(door, wait=float("inf") if self.trainer else wait)
+        finally:
+            self._stop_trainer()
+            self.mailbox.remove_bells()
+
+    def _run(self, door: Door, *, wait: float) -> int:
         with self.connect(retry=Retry(tries=1)) as server:
             about = door.ask(server.run, wait=wait)
             if about is None:
@@ -134,13 +149,37 @@ class Agent:
             # Once it was there it may be away for any time.
             while (joined := door.join(server, about.run, wait=wait)) is not None:
                 wait = float("inf")
+                if joined.high > self._own_clock(len(joined.versions)):
+                    self._stop_trainer()  # Another folder spoke for us meanwhile: begin anew.
                 try:
                     return self._serve(joined)
                 except Fenced as error:
                     self.say(f"another worker speaks for {self.region} now: {error.message}")
-                finally:
                     self._stop_trainer()
         return 0
+
+    def _adopt_trainer(self) -> None:
+        """Takes over a trainer whose agent was killed, before it gives us up."""
+        identity = self.mailbox.identity()
+        if identity is None:
+            return
+        wanted = papers(self.argv, self.log.parent.parent / RESOLVED, identity)
+        self.trainer = adopt(
+            self.mailbox, wanted, self.log, heard=self._heard, ended=self.bell.ring
+        )
+        if self.trainer:
+            self._since = time.monotonic()
+            step = (self.mailbox.progress() or {}).get("step")
+            about = {"pid": self.trainer.pid, "step": step}
+            self.events.note("trainer-adopted", region=self.region, **about)
+            self.say(f"took over the trainer {self.trainer.pid} at step {step}")
+
+    def _own_clock(self, fragments: int) -> int:
+        """The newest clock that this folder has put on a frame."""
+        frames = []
+        with contextlib.suppress(DilocoError):  # Then whoever trains here is started anew.
+            frames = [self.mailbox.frame(number) for number in range(fragments)]
+        return max((frame.header.clock for frame in frames if frame), default=-1)
 
     # While we hold the lease
 
@@ -155,8 +194,12 @@ class Agent:
             on_mail=self._ring_trainer,
             on_change=self.bell.ring,
         )
+        self._courier = courier
         self.say(f"joined as epoch {joined.epoch}, versions {list(joined.versions)}")
-        self._tell(courier, "fetching the published weights")
+        if self.trainer:
+            self._heard(b"posted progress")
+        else:
+            self._tell(courier, "fetching the published weights")
         courier.start()
         try:
             return self._supervise(courier)
@@ -179,6 +222,7 @@ class Agent:
                     code = self._buried(courier, self.trainer.code)
                     if code == 0 and courier.news.finished:
                         return self._leave(courier, "the run is finished")
+                    continue  # The next one may be due already.
             if courier.news.finished and self._is_late():
                 return self._leave(courier, "the run is finished")
             self._say_how_it_goes(courier)
@@ -186,7 +230,6 @@ class Agent:
 
     def _say_how_it_goes(self, courier: Courier) -> None:
         """Says a line when training begins, and one every minute from then on."""
-        # Until this trainer has spoken, the report in the mailbox is the last one's.
         spoken = self.trainer and courier.state["training"] is None
         now, said = time.monotonic(), self.mailbox.progress() if spoken else None
         if not said or (self._told_at is None and not said.get("training")):
@@ -205,26 +248,33 @@ class Agent:
         self._finished_at = self._finished_at or time.monotonic()
         return time.monotonic() - self._finished_at > FINISH_SECONDS
 
-    def _start_trainer(self, courier: Courier) -> None:
-        def heard(words: bytes) -> None:
-            if self.trainer is None or self.trainer.code is None:  # Its end is told by us.
-                courier.state.update(training=None, why=None)
-            courier.heard(words)
+    def _heard(self, words: bytes) -> None:
+        if (courier := self._courier) is None:
+            return
+        if self.trainer is None or self.trainer.code is None:  # Its end is told by us.
+            courier.state.update(training=None, why=None)
+        courier.heard(words)
 
+    def _start_trainer(self, courier: Courier) -> None:
         self._tell(courier, "starting the trainer")
         self._since = time.monotonic()
         self._told_at = None
-        self.trainer = TrainerProcess(self.argv, self.log, heard=heard, ended=self.bell.ring)
-        if self.restarts:
-            self.events.note("trainer-restarted", region=self.region, restarts=self.restarts)
+        self.trainer = TrainerProcess(self.argv, self.log, heard=self._heard, ended=self.bell.ring)
+        about = {"pid": self.trainer.pid, "restarts": self.restarts}
+        self.events.note("trainer-started", region=self.region, **about)
 
     def _buried(self, courier: Courier, code: int) -> int:
         """Takes note of a trainer's end and says how it ended; raises what cannot be mended."""
         assert self.trainer is not None
         words, hint = self.trainer.last_words()
+        about = {"region": self.region, "pid": self.trainer.pid}
+        progressed = self._has_progressed(courier)
         self.trainer = None
         why = "" if code == 0 else f"{how_it_ended(code)}{f': {words}' if words else ''}"
-        self.events.note("trainer-exited", region=self.region, code=code, why=why)
+        if code == 0:
+            self.events.note("trainer-exited", **about)
+        else:
+            self.events.note("trainer-died", **about, code=code, why=why)
         if code in PERMANENT:
             # The others need not wait for us, and who asks the server hears the reason.
             self._tell(courier, words or why)
@@ -232,15 +282,21 @@ class Agent:
             raise PERMANENT[code](words or f"The trainer ended with exit code {code}.", hint=hint)
         if code == 0 and courier.news.finished:
             return code
-        if time.monotonic() - self._since > HEALTHY_SECONDS:
-            self._failures = 0
-        self._failures += 1
+        self._failures = 1 if progressed else self._failures + 1
         self.restarts += 1
-        delay = min(30.0, 0.5 * 2 ** min(self._failures - 1, 10))
+        delay = pause_before(self._failures)
         self._again_at = time.monotonic() + delay
-        self._tell(courier, f"the trainer ended ({why or 'by itself'}), again in {delay:g} s")
+        again = f"again in {delay:g} s" if delay else "again at once"
+        self._tell(courier, f"the trainer ended ({why or 'by itself'}), {again}")
         self.say(courier.state["why"])
         return code
+
+    def _has_progressed(self, courier: Courier) -> bool:
+        """Says whether the trainer was any good: it trained, or at least stayed for long."""
+        # Until this trainer has spoken, the report in the mailbox is the last one's.
+        spoken = courier.state["training"] is None
+        trained = spoken and (self.mailbox.progress() or {}).get("training")
+        return bool(trained) or time.monotonic() - self._since > HEALTHY_SECONDS
 
     def _tell(self, courier: Courier, why: str) -> None:
         courier.state.update(training=False, why=why, restarts=self.restarts)
@@ -293,6 +349,14 @@ class Agent:
         """Ends the trainer at once; may be called from a signal handler."""
         if trainer := self.trainer:
             trainer.kill()
+
+
+def pause_before(failures: int) -> float:
+    """Seconds to wait before the next start, after so many in a row that came to nothing.
+
+    The first is made up for at once: whatever killed the trainer need not be its own fault.
+    """
+    return 0.0 if failures <= 1 else min(LONGEST_PAUSE, 0.5 * 2 ** min(failures - 2, 10))
 
 
 def how_far(progress: Mapping[str, Any]) -> str:

@@ -74,20 +74,14 @@ def leave_on_signals(
         signal.signal(each, handler)
 
 
-def listen(bell: Bell, handle: int, *, gone: str, last_moment: float | None = None) -> None:
-    """Rings for everything that arrives on a pipe; its end asks to leave, because of `gone`.
-
-    With `last_moment` the process is ended if it is still there so many seconds later.
-    """
+def listen(bell: Bell, handle: int, *, gone: str) -> None:
+    """Rings for everything that arrives on a pipe; its end asks to leave, because of `gone`."""
 
     def read() -> None:
         with contextlib.suppress(OSError):
             while os.read(handle, 4096):
                 bell.ring()
         bell.leave(gone)
-        if last_moment is not None:
-            threading.Event().wait(last_moment)
-            os._exit(1)
 
     threading.Thread(target=read, name="bell", daemon=True).start()
 

@@ -6,10 +6,10 @@ the disk and decoding happen here. Results are collected at the next step bounda
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
@@ -60,6 +60,8 @@ class Desk:
         self._mail = ThreadPoolExecutor(1, thread_name_prefix="mail")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[str] | None = None
+        self.effort = 0.0
+        """Processor seconds that writing the last checkpoint took."""
 
     def post(self, header: Header, values: np.ndarray) -> Draft:
         """Starts to write a frame; until it is done it does not exist."""
@@ -84,7 +86,17 @@ class Desk:
         return Arrived(image, merged, frame.values() if frame and ours else None)
 
     def save(self, checkpoint: Checkpoint) -> None:
-        self._saving = self._soon(self._saver, _save, self.mailbox.checkpoint, checkpoint)
+        self._saving = self._soon(self._saver, self._save, checkpoint)
+
+    def _save(self, checkpoint: Checkpoint) -> str:
+        began = time.thread_time()
+        try:
+            resume.save(self.mailbox.checkpoint, checkpoint)
+        except (OSError, SafetensorError, DilocoError) as error:
+            return f"the checkpoint could not be written: {error}"
+        finally:
+            self.effort = time.thread_time() - began
+        return ""
 
     @property
     def saving(self) -> bool:
@@ -108,11 +120,3 @@ class Desk:
         # A trainer that waits wants to know at once; one that trains looks at every step.
         future.add_done_callback(lambda _: self._ring())
         return future
-
-
-def _save(path: Path, checkpoint: Checkpoint) -> str:
-    try:
-        resume.save(path, checkpoint)
-    except (OSError, SafetensorError, DilocoError) as error:
-        return f"the checkpoint could not be written: {error}"
-    return ""

@@ -8,6 +8,8 @@
     progress.json      trainer   how far it has come, for heartbeats; may be lost
     checkpoint         trainer   see `resume`
     lock, trainer.lock           one agent and one trainer at a time
+    trainer.json       trainer   who holds trainer.lock, for the next agent
+    *.bell                       FIFOs, see `lifeline`
 
 Files are the truth. The pipes between the two processes only ring: what was missed is
 still there. Every file is replaced by a rename, so a reader sees the old or the new
@@ -35,6 +37,8 @@ from diloco_cli.disk import keep_bytes
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.wire.messages import News
+
+TRAINER_LOCK = "trainer.lock"
 
 Stamp = tuple[int, int, int]
 """Changes whenever a file is replaced: inode, time, size."""
@@ -81,6 +85,8 @@ class Mailbox:
         self.checkpoint = folder / "checkpoint.safetensors"
         self.calls_file = folder / "calls.json"
         self.progress_file = folder / "progress.json"
+        self.trainer_file = folder / "trainer.json"
+        self.trainer_bell, self.agent_bell = folder / "trainer.bell", folder / "agent.bell"
 
     def prepare(self) -> None:
         """Makes the folders."""
@@ -93,6 +99,15 @@ class Mailbox:
                 hint="Fix the permissions, or choose another folder with --dir.",
             ) from None
 
+        for bell in (self.trainer_bell, self.agent_bell):
+            # Where there are no FIFOs, a trainer that loses its agent leaves.
+            with contextlib.suppress(OSError):
+                os.mkfifo(bell, 0o600)
+
+    def remove_bells(self) -> None:
+        """A folder where nobody works holds files only; call it under the lock."""
+        _remove((self.trainer_bell, self.agent_bell))
+
     def clear_agent_drafts(self) -> None:
         """Removes what an agent that died left half written; call it under the lock."""
         for name in ("identity.json", "calls.json"):
@@ -102,7 +117,13 @@ class Mailbox:
 
     def clear_trainer_drafts(self) -> None:
         """Removes what a trainer that died left half written; call it under its lock."""
-        for pattern in (".progress.json.*.draft", ".checkpoint*", "checkpoint*.draft", ".tmp*"):
+        for pattern in (
+            ".progress.json.*.draft",
+            ".trainer.json.*.draft",
+            ".checkpoint*",
+            "checkpoint*.draft",
+            ".tmp*",
+        ):
             _remove(self.folder.glob(pattern))
         _remove((self.folder / "outbox").glob(".*"))
 
@@ -210,6 +231,24 @@ class Mailbox:
 
     def write_progress(self, progress: Mapping[str, Any]) -> None:
         keep_bytes(self.progress_file, _json(progress), durable=False)
+
+    def trainer_papers(self) -> dict[str, Any] | None:
+        return _read_json(self.trainer_file)
+
+    def holder(self, name: str = "lock") -> int | None:
+        """Says which process holds the folder; None when nobody does."""
+        try:
+            handle = os.open(self.folder / name, os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            text = os.pread(handle, 32, 0).decode(errors="replace").strip()
+            return int(text) if text.isdigit() else None
+        finally:
+            os.close(handle)
 
     @contextlib.contextmanager
     def locked(self, name: str = "lock", *, seconds: float = 0.0) -> Iterator[None]:

@@ -6,6 +6,8 @@ import math
 
 MEMORY = 0.1
 """Weight of the newest observation."""
+SUSTAINED = 10.0
+"""Seconds of steps after which their average is a pace and not a lucky moment."""
 
 
 class Meter:
@@ -15,6 +17,9 @@ class Meter:
         self.tokens_per_second = 0.0
         self.bad = 0
         """Steps in a row whose loss was not finite."""
+        self.worked = 0.0
+        """Seconds in steps; pauses and the first step, which compiles, are left out."""
+        self._best = self._span = self._span_tokens = 0.0
         self._last_step: float | None = None
         self._since = now
         self._tokens = 0.0
@@ -34,7 +39,21 @@ class Meter:
             seconds = now - self._last_step
             known = self.step_seconds
             self.step_seconds = known + MEMORY * (seconds - known) if known else seconds
+            self._sustain(seconds, tokens)
         self._last_step = now
+
+    def _sustain(self, seconds: float, tokens: float) -> None:
+        self.worked += seconds
+        self._span += seconds
+        self._span_tokens += tokens
+        if self._span >= SUSTAINED:
+            self._best = max(self._best, self._span_tokens / self._span)
+            self._span = self._span_tokens = 0.0
+
+    @property
+    def pace(self) -> float:
+        """Tokens a second, the best that was kept up for `SUSTAINED` seconds of steps."""
+        return self._best or (self._span_tokens / self._span if self._span else 0.0)
 
     def paused(self) -> None:
         """The time until the next step is not the time of a step."""

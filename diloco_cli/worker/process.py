@@ -1,8 +1,9 @@
-"""The trainer as a process: started, rung, told to stop, never left behind.
+"""The trainer as a process: started, rung, told to stop, never left behind for good.
 
 Its standard input is our doorbell and its lifeline: when we die, however we die, the
-kernel closes it and the trainer checkpoints and ends. Its standard output is its
-doorbell to us. What it has to say in words goes into a log.
+kernel closes it. The trainer then goes on alone for a while (`lifeline`), so that our
+successor may take it over (`adopted`), and ends. Its standard output is its doorbell to
+us. What it has to say in words goes into a log.
 """
 
 from __future__ import annotations
@@ -78,18 +79,7 @@ class TrainerProcess:
 
     def last_words(self) -> tuple[str, str | None]:
         """Quotes the reason it gave for ending, and its hint."""
-        try:
-            with open(self._log, "rb") as file:
-                file.seek(max(self._began, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return "", None
-        _, found, said = f"\n{text}".rpartition("\nerror: ")
-        if not found:
-            lines = [line for line in text.splitlines() if line.strip()]
-            return lines[-1].strip()[:MOST_LETTERS] if lines else "", None
-        message, _, hint = said.partition("hint: ")
-        return message.strip()[:MOST_LETTERS], hint.strip()[:MOST_LETTERS] or None
+        return last_words(self._log, self._began)
 
     def _listen(self) -> None:
         stdout = self._child.stdout
@@ -103,6 +93,22 @@ class TrainerProcess:
             if self._child.stdin:
                 self._child.stdin.close()
         self._ended()
+
+
+def last_words(log: Path, since: int) -> tuple[str, str | None]:
+    """Quotes the last reason a trainer gave in its log, and its hint."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(since, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return "", None
+    _, found, said = f"\n{text}".rpartition("\nerror: ")
+    if not found:
+        lines = [line for line in text.splitlines() if line.strip()]
+        return lines[-1].strip()[:MOST_LETTERS] if lines else "", None
+    message, _, hint = said.partition("hint: ")
+    return message.strip()[:MOST_LETTERS], hint.strip()[:MOST_LETTERS] or None
 
 
 def how_it_ended(code: int) -> str:

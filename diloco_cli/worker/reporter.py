@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from diloco_cli.observe.events import EventLog
 from diloco_cli.worker.holdings import Holdings
 from diloco_cli.worker.mailbox import Mailbox
 from diloco_cli.worker.meter import Meter
+from diloco_cli.worker.startup import Startup
 from diloco_cli.worker.step import place
 from diloco_cli.worker.task import Task
 
@@ -29,9 +31,27 @@ class Reporter:
         self.heldout: dict[str, Any] | None = (mailbox.progress() or {}).get("heldout")
         """The newest evaluation; a restarted trainer does not repeat it."""
         self._evaluated_at = sum(self.heldout["versions"]) if self.heldout else None
+        self._worked = self._lost = self._pace = self.newly_lost = 0.0
+        # A spec that sets the pace has said how fast the region is when nothing is wrong.
+        step = getattr(getattr(task.spec, "chaos", None), "step_seconds", None)
+        self._paced = task.tokens * task.spec.region(task.region).speed / step if step else 0.0
         self._step = -1
         sync = task.spec.sync
         self._every = max(1, sync.every // sync.fragments)
+
+    def go_on(self, own: Holdings) -> None:
+        """Takes over what the trainer before had counted; what it did and we lack is lost.
+
+        It reported every few steps, so up to so many more may be lost than we know of.
+        """
+        before = self.mailbox.progress() or {}
+        self._worked, self._lost, self._pace = (
+            float(before.get(key) or 0.0) for key in ("worked", "lost", "pace")
+        )
+        trained = (before.get("tokens") or {}).get("trained") or []
+        sizes = [fragment.size for fragment in self.task.layout.fragments]
+        for size, then, now in zip(sizes, trained, own.tokens()["trained"], strict=False):
+            self.newly_lost += max(0.0, then - now) * size / sum(sizes)
 
     def report(self, own: Holdings, *, drained: bool = False) -> None:
         """Tells the agent how far we are, in the words of a heartbeat."""
@@ -47,6 +67,9 @@ class Reporter:
             "loss": self.meter.loss,
             "tokens_per_second": self.meter.tokens_per_second,
             "step_seconds": self.meter.step_seconds,
+            "worked": round(self._worked + self.meter.worked, 3),
+            "lost": self._lost + self.newly_lost,
+            "pace": self._paced or max(self._pace, self.meter.pace),
             "why": f"{self.why}; {self.trouble}" if self.trouble else self.why,
             "heldout": self.heldout,
         }
@@ -55,6 +78,12 @@ class Reporter:
             self.mailbox.write_progress(progress)
         self._step = own.clock
         self.tell("progress")
+
+    def began(self, own: Holdings, startup: Startup, *, resumed: bool) -> None:
+        """Notes the first step of this process and what it took to get there."""
+        about = {"region": self.task.region, "pid": os.getpid(), "step": own.clock}
+        facts = {"resumed": resumed, "lost": round(self.newly_lost, 1)}
+        self.events.note("first-step", **about, **facts, **startup.seconds())
 
     def is_due(self, own: Holdings) -> bool:
         return own.clock >= self._step + self._every

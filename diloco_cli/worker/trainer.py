@@ -17,9 +17,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -28,34 +28,45 @@ from diloco_cli.core import delta
 from diloco_cli.core.fragments import piece_of
 from diloco_cli.errors import WireError
 from diloco_cli.observe.events import EventLog
+from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.codec import NotFinite
-from diloco_cli.worker.bell import LAST_MOMENT, Bell, leave_on_signals, listen, ring_pipe
+from diloco_cli.worker.adopted import papers, show_papers
+from diloco_cli.worker.bell import LAST_MOMENT, Bell, leave_on_signals
 from diloco_cli.worker.desk import Desk, Draft
 from diloco_cli.worker.holdings import Holdings
 from diloco_cli.worker.inbox import LOOK_SECONDS, Inbox
-from diloco_cli.worker.mailbox import Fate, Identity, Mailbox
+from diloco_cli.worker.lifeline import ALONE_SECONDS, Lifeline
+from diloco_cli.worker.mailbox import TRAINER_LOCK, Fate, Identity, Mailbox
 from diloco_cli.worker.reporter import Reporter
+from diloco_cli.worker.saving import Saving
 from diloco_cli.worker.standing import Place, stand
+from diloco_cli.worker.startup import Startup
 from diloco_cli.worker.task import Task, prepare, set_up
 
-CHECKPOINT_SECONDS = 20.0
-CHECKPOINT_COST = 50.0
-"""A checkpoint may hold the training up for one part in so many."""
 RETRY_SECONDS = 5.0
 """Between two tries to write to a disk that refused."""
 PATIENCE = 5
 """Steps in a row without a finite loss before the unmerged work is given up."""
-TRAINER_LOCK = "trainer.lock"
 
 
-def train(spec: RunSpec, region: str, folder: Path, *, cores: Sequence[int] | None = None) -> int:
+def train(
+    spec: RunSpec,
+    region: str,
+    folder: Path,
+    *,
+    cores: Sequence[int] | None = None,
+    alone: float = ALONE_SECONDS,
+) -> int:
     """Trains one region until it is told to stop or the run is finished.
 
     The agent writes to our standard input when there is mail and hears of ours on our
-    standard output. When our input ends the agent is gone, and so are we.
+    standard output. When our input ends the agent is gone, and unless another takes us
+    over we follow it `alone` seconds later.
     """
+    startup = Startup()
     set_up(cores)
+    startup.mark()
     bell = Bell()
     # Whoever signals the whole group signals us twice: once himself, once through the agent.
     # A trainer that hangs is killed by the agent, so asking again is not needed.
@@ -63,15 +74,19 @@ def train(spec: RunSpec, region: str, folder: Path, *, cores: Sequence[int] | No
     # Ctrl-C and a closed terminal are for the agent, which tells us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    listen(bell, 0, gone="the agent is gone", last_moment=LAST_MOMENT)
-    tell = partial(ring_pipe, _take_over_stdout())
     mailbox = Mailbox(folder / "regions" / region)
-    # A trainer whose agent was killed may still be writing its last checkpoint.
+    lifeline = Lifeline(bell, mailbox, _take_over_stdout(), alone=alone)
+    lifeline.listen()
+    # A trainer that was sent away may still be writing its last checkpoint.
     with mailbox.locked(TRAINER_LOCK, seconds=LAST_MOMENT + 10):
+        if lifeline.orphaned:
+            return 0  # Nobody could know of us yet, and our successor may be waiting already.
         mailbox.clear_trainer_drafts()
+        identity = mailbox.identity() or Identity("", 0)
+        show_papers(mailbox, papers(sys.orig_argv, folder / RESOLVED, identity))
         task = prepare(spec, region)
         events = EventLog(folder / "events.jsonl", f"{region}.trainer")
-        trainer = Trainer(task, mailbox, bell, tell=tell, events=events)
+        trainer = Trainer(task, mailbox, bell, tell=lifeline.tell, events=events, startup=startup)
         return trainer.run()
 
 
@@ -95,6 +110,7 @@ class Trainer:
         *,
         tell: Callable[[str], None],
         events: EventLog,
+        startup: Startup | None = None,
     ) -> None:
         self.task, self.mailbox, self.bell = task, mailbox, bell
         self.sync = task.spec.sync
@@ -109,18 +125,16 @@ class Trainer:
         self.compiled = self.ended = False
         self._loss: jax.Array | None = None
         self._not_before = self._retry_at = 0.0
-        self._saved_at, self._saving_cost = time.monotonic(), 0.0
+        self._saving = Saving(self.desk, now=time.monotonic())
         if standing.renamed:
             # Before anything is posted: a restart must not begin the books once more.
             self._checkpoint()
             self.desk.saved()
-        events.note(
-            "trainer-started",
-            region=task.region,
-            pid=os.getpid(),
-            step=self.own.clock,
-            resumed=standing.resumed,
-        )
+        else:  # A folder with a new name begins its books anew.
+            self.reporter.go_on(self.own)
+        self._resumed = standing.resumed
+        self._startup = startup or Startup(time.time())
+        self._startup.mark()
 
     def run(self) -> int:
         """Trains until there is a reason to leave."""
@@ -249,14 +263,21 @@ class Trainer:
         if speed < 1 and self.compiled:
             self._not_before = now + (now - began) * (1 / speed - 1)
         if not self.compiled:
-            self.compiled = True  # The first step was mostly compiling.
-            gc.collect()
-            gc.freeze()  # All of JAX: a collection that looks through it holds a step up.
-            self.meter.read(now=now)
+            self._compiled(now)
         self.meter.stepped(self.task.tokens, now=now)
         self.reporter.why = "training"
         if self.reporter.is_due(self.own):
             self.report()
+
+    def _compiled(self, now: float) -> None:
+        """The first step was mostly compiling: it says nothing about the pace."""
+        self.compiled = True
+        self._startup.mark()
+        self.reporter.began(self.own, self._startup, resumed=self._resumed)
+        gc.collect()
+        gc.freeze()  # All of JAX: a collection that looks through it holds a step up.
+        gc.enable()
+        self.meter.read(now=now)
 
     def _waits_for(self) -> str:
         """Says what has to happen before the next inner step; empty if nothing."""
@@ -330,15 +351,14 @@ class Trainer:
     def _checkpoint_when_due(self) -> None:
         if trouble := self.desk.trouble():
             self.reporter.note(trouble)
-        often = max(CHECKPOINT_SECONDS, CHECKPOINT_COST * self._saving_cost)
-        if time.monotonic() >= self._saved_at + often and not self.desk.saving:
+        if self._saving.is_due(now=time.monotonic()):
             self._checkpoint()
 
     def _checkpoint(self) -> None:
+        jax.block_until_ready(self.own.params)  # The step in progress is no cost of saving.
         began = time.monotonic()
-        self.desk.save(self.own.checkpoint())
-        self._saved_at = time.monotonic()
-        self._saving_cost = self._saved_at - began
+        checkpoint = self.own.checkpoint()
+        self._saving.save(checkpoint, began=began, now=time.monotonic())
 
     def _leave(self, why: str) -> int:
         """Stops in order: nothing half written, everything in the checkpoint."""

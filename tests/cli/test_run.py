@@ -4,6 +4,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -149,6 +150,30 @@ def test_a_run_ends_when_the_server_says_finished_and_the_workers_have_left(run_
     beside.join()
     assert run.summary()["state"] == "finished"
     assert json.loads((tmp_path / "summary.json").read_text())["tokens"]["applied"] == 10
+
+
+LEFT_BEHIND = """
+import fcntl, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1]) / "regions" / "left"
+folder.mkdir(parents=True)
+lock = os.open(folder / "trainer.lock", os.O_RDWR | os.O_CREAT)
+fcntl.flock(lock, fcntl.LOCK_EX)
+os.write(lock, f"{os.getpid()}\\n".encode())
+print("here", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_trainer_that_outlived_its_worker_does_not_outlive_the_run(run_of, tmp_path):
+    command = [sys.executable, "-c", LEFT_BEHIND, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as trainer:
+        assert trainer.stdout and trainer.stdout.readline()
+        beside = meanwhile(
+            (both_started(tmp_path), lambda: (tmp_path / "state").write_text("finished"))
+        )
+        assert run_of().conduct() == 0
+        beside.join()
+        assert trainer.wait(20) == -signal.SIGKILL
 
 
 def test_a_killed_worker_and_a_killed_server_come_back(run_of, tmp_path):

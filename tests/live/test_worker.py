@@ -20,6 +20,7 @@ from diloco_cli.net.client import Server
 from diloco_cli.observe.events import read_events
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.worker.adopted import end_trainer
 from diloco_cli.worker.mailbox import Mailbox
 
 pytestmark = pytest.mark.live
@@ -118,6 +119,8 @@ def live(tmp_path) -> Iterator[Callable[..., Live]]:
     yield begin
     for one in made:
         one.launcher.stop(one.started, grace=0.0)
+        for region in one.spec.regions:
+            end_trainer(Mailbox(one.folder / "regions" / region.name))
 
 
 def test_a_run_survives_the_death_of_each_of_its_processes(live):
@@ -134,19 +137,27 @@ def test_a_run_survives_the_death_of_each_of_its_processes(live):
     step = run.progress("paris")["step"]
     run.wait_for(lambda: run.progress("paris")["step"] > step, server, agent)
 
-    # The agent: its trainer leaves in order; a new agent is the same worker, started again.
+    # The agent: its trainer trains on, and the next agent takes it over. No step is lost.
     [trainer] = run.trainers()
     os.kill(agent.pid, signal.SIGKILL)
-    run.wait_for(lambda: not trainer.is_running() or trainer.status() == "zombie", server)
+    run.exit_code(agent)
+    step = run.progress("paris")["step"]
+    run.wait_for(lambda: run.progress("paris")["step"] > step + 50, server)
     agent = run.work("paris")
     applied = run.status()["tokens"]["applied"]
     run.wait_for(lambda: run.status()["tokens"]["applied"] > applied, server, agent)
+    assert [one.pid for one in run.trainers()] == [trainer.pid]
+    assert run.region("paris")["training"]
+    log = list(read_events(run.folder / "events.jsonl"))
+    assert [e.fields["pid"] for e in log if e.kind == "trainer-adopted"] == [trainer.pid]
+    assert [e.kind for e in log].count("first-step") == 2, "only the one that was killed began anew"
 
     # The server: training goes on without it, and what was trained meanwhile is merged.
     server.kill()
     step = run.progress("paris")["step"]
     run.wait_for(lambda: run.progress("paris")["step"] > step + 50, agent)
     server = run.serve()
+    assert [one.pid for one in run.trainers()] == [trainer.pid]
     outer_steps = run.status()["outer_steps"]
     run.wait_for(lambda: run.status()["outer_steps"] >= outer_steps + 3, server, agent)
     events = [e.kind for e in read_events(run.folder / "events.jsonl") if e.process == "paris"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from rig import NAMES, Bench, in_a_loop, make_recipe, make_spec
 
 from diloco_cli.observe.words import state_of
@@ -90,3 +91,46 @@ async def test_the_regions_of_a_finished_run_are_done(tmp_path):
     bench.restart()
     assert set(words(bench).values()) == {"done"}
     assert {region["why"] for region in status(bench.server, "")["regions"]} == {""}
+
+
+@in_a_loop
+async def test_goodputs_count_what_was_kept_against_the_time_that_passed(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.round(0)
+    await bench.round(1, "iowa", "paris")
+    bench.clock.now = 1100.0
+    # Each fragment applied 192 tokens of iowa and paris, and tokyo's are in one of the two.
+    for name, lost in (("iowa", 0.0), ("paris", 192.0), ("tokyo", 0.0)):
+        await bench.beat(name, worked=50.0, lost=lost, pace=6.4)
+    told = status(bench.server, "http://h:1")
+    assert told["goodputs"]["participation"] == 5 / 6
+    assert told["goodputs"]["time"] == (50 + 25 + 50) / (3 * 100)
+    applied = told["tokens"]["applied"]
+    assert told["goodputs"]["tokens"] == pytest.approx(applied / (3 * 6.4 * 100))
+    assert [region["lost"] for region in told["regions"]] == [0.0, 192.0, 0.0]
+    assert summary(bench.server)["goodputs"] == told["goodputs"]
+    assert summary(bench.server)["regions"]["paris"]["lost"] == 192.0
+
+
+@in_a_loop
+async def test_an_outage_of_the_server_costs_goodput_and_a_rest_of_the_run_does_not(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.round(0)
+    await bench.beat("iowa", worked=30.0)
+
+    async def elapsed_after(away: float) -> float:
+        bench.clock.now += away
+        bench.restart()
+        await bench.join()
+        await bench.beat("iowa", worked=30.0)
+        bench.clock.now += 10.0
+        found = status(bench.server, "http://h:1")["goodputs"]["time"]
+        return 30.0 / 3 / found
+
+    began = 1000.0
+    assert await elapsed_after(60.0) == pytest.approx(bench.clock.now - began)
+    await bench.round(1)  # The journal remembers the outage.
+    assert await elapsed_after(20.0) == pytest.approx(bench.clock.now - began)
+    assert await elapsed_after(50_000.0) < 200.0

@@ -15,7 +15,7 @@ from counter import TERMS, Counter
 
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.observe.events import read_events
-from diloco_cli.worker.agent import Agent
+from diloco_cli.worker.agent import Agent, pause_before
 from diloco_cli.worker.bell import Bell
 
 
@@ -101,13 +101,34 @@ def test_the_trainer_starts_when_all_images_are_here(agent, counter, tmp_path):
     assert [mailbox.image_version(number) for number in range(2)] == [0, 0]
 
 
-def test_a_trainer_that_dies_is_started_again_and_counted(agent, counter, tmp_path):
+def test_a_trainer_that_dies_is_started_again_and_counted(agent, counter, said, tmp_path):
     agent(first="sys.exit(1)")
     counter.wait_for(lambda: restarts(counter) >= 2)
-    why = next(beat.why for beat in counter.heartbeats if beat.restarts)
-    assert why.startswith("the trainer ended (exit code 1), again in")
-    kinds = {event.kind for event in read_events(tmp_path / "events.jsonl")}
-    assert {"trainer-exited", "trainer-restarted"} <= kinds
+    assert "the trainer ended (exit code 1), again at once" in said
+    counter.wait_for(lambda: len(started(tmp_path)) >= 3)
+    died = [
+        event.fields["pid"]
+        for event in read_events(tmp_path / "events.jsonl")
+        if event.kind == "trainer-died"
+    ]
+    assert died[:2] == [event.fields["pid"] for event in started(tmp_path)][:2]
+
+
+def started(folder):
+    return [e for e in read_events(folder / "events.jsonl") if e.kind == "trainer-started"]
+
+
+def test_only_starts_in_a_row_that_came_to_nothing_make_the_next_one_wait(agent, counter, tmp_path):
+    report = tmp_path / "regions" / "paris" / "progress.json"
+    training = f"open({str(report)!r}, 'w').write({json.dumps({'training': True, 'step': 1})!r})"
+    running = agent(first=training, on_mail="pass")
+    for count in range(1, 5):
+        counter.wait_for(lambda count=count: len(started(tmp_path)) == count and is_up(counter))
+        counter.heartbeats.clear()
+        os.kill(started(tmp_path)[-1].fields["pid"], signal.SIGKILL)
+    assert running.agent._failures <= 1
+    assert [pause_before(failures) for failures in range(1, 5)] == [0.0, 0.5, 1.0, 2.0]
+    assert pause_before(100) == 30.0
 
 
 @pytest.mark.parametrize("code, kind", [(2, SpecError), (5, StoreError)])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,17 +17,18 @@ from stage import Stage, tiny_spec
 
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.worker import resume
+from diloco_cli.worker.adopted import adopt, papers
 
 
 class Process:
     """A trainer in a process of its own, which rings when it has something to say."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, alone: float) -> None:
         spec_file = write_resolved(stage.spec, stage.folder)
         argv = [sys.executable, "-m", "diloco_cli", "trainer", str(spec_file)]
         self.stage = stage
         self.child = subprocess.Popen(
-            [*argv, "--region", "paris", "--dir", str(stage.folder)],
+            [*argv, "--region", "paris", "--dir", str(stage.folder), "--alone", str(alone)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -61,8 +65,8 @@ class Process:
 def start():
     started = []
 
-    def begin(stage: Stage) -> Process:
-        started.append(Process(stage))
+    def begin(stage: Stage, alone: float = 0.0) -> Process:
+        started.append(Process(stage, alone))
         return started[-1]
 
     yield begin
@@ -97,6 +101,53 @@ def test_a_trainer_killed_in_mid_run_goes_on_and_every_merged_token_counts_once(
     for number in range(2):
         tokens = {fate: values[number] for fate, values in last["tokens"].items()}
         assert tokens["trained"] == tokens["applied"] + tokens["pending"] > 0
+
+
+def test_whoever_takes_a_trainer_over_in_time_is_its_agent(start, tmp_path):
+    stage = Stage(tmp_path, tiny_spec(tmp_path))
+    process = start(stage, alone=60.0)
+    process.wait_for(lambda: process.progress()["step"] >= 5)
+    argv, identity = [str(one) for one in process.child.args], stage.mailbox.identity()
+    assert process.child.stdin and identity
+    process.child.stdin.close()
+    own = papers(argv, stage.folder / "spec.resolved.yaml", identity)
+    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    ended = threading.Event()
+
+    def take_over(wanted):
+        log = tmp_path / "log"
+        return adopt(stage.mailbox, wanted, log, heard=heard.put, ended=ended.set)
+
+    trainer = take_over(own)
+    assert trainer and trainer.pid == process.child.pid and trainer.code is None
+    while b"progress" not in heard.get(timeout=60):
+        pass  # It speaks to its new agent, and goes on.
+    step = process.progress()["step"]
+    while process.progress()["step"] <= step + 20:
+        heard.get(timeout=60)
+    # It hears its new agent: mail is answered at the next step, not at the next look.
+    stage.tell({0: 0})
+    trainer.ring()
+    while stage.mailbox.frame(0) is None:
+        heard.get(timeout=60)
+    trainer.stop()
+    assert process.child.wait(60) == 0 and ended.wait(60)
+    assert trainer.code == 0 and stage.mailbox.holder("trainer.lock") is None
+
+
+def test_a_trainer_of_another_run_is_sent_away_and_not_taken_over(start, tmp_path):
+    stage = Stage(tmp_path, tiny_spec(tmp_path))
+    process = start(stage, alone=60.0)
+    process.wait_for(lambda: process.progress()["step"] >= 5)
+    argv, identity = [str(one) for one in process.child.args], stage.mailbox.identity()
+    assert process.child.stdin and identity
+    process.child.stdin.close()
+    other = replace(identity, run="run-2")
+    wanted = papers(argv, stage.folder / "spec.resolved.yaml", other)
+    quiet = {"heard": lambda words: None, "ended": lambda: None}
+    assert adopt(stage.mailbox, wanted, tmp_path / "log", **quiet) is None
+    assert process.child.wait(60) == 0
+    assert process.progress()["why"] == "stopped: told to stop by SIGTERM"
 
 
 def test_sigterm_means_checkpoint_and_leave_however_often_it_comes(start, tmp_path):

@@ -1,0 +1,91 @@
+"""Three goodputs, each by hand: they differ exactly where a run loses something."""
+
+import pytest
+
+from diloco_cli.observe.events import Event
+from diloco_cli.observe.metrics import (
+    Effort,
+    goodputs,
+    participation_in,
+    prometheus_text,
+    recoveries,
+    time_goodput,
+    token_goodput,
+)
+
+
+def event(kind, time, **fields):
+    return Event(kind, "x", time, time, fields)
+
+
+def test_a_run_without_faults_has_nothing_but_its_mail_to_lose():
+    busy = Effort(worked=100, trained=1000, kept=1000, applied=950, pace=10)
+    found = goodputs([busy, busy], elapsed=100, rounds=5, contributions=10)
+    assert found == {"time": 1.0, "tokens": 0.95, "participation": 1.0}
+
+
+def test_work_that_was_lost_is_time_that_was_lost():
+    # Worked 90 of 100 seconds, and a tenth of what came of it died with a trainer.
+    robbed = Effort(worked=90, trained=900, kept=810, applied=810, pace=10)
+    assert time_goodput([robbed], 100) == pytest.approx(0.81)
+    assert token_goodput([robbed], 100) == pytest.approx(0.81)
+
+
+def test_a_slow_region_gives_few_tokens_but_wastes_no_time():
+    fast = Effort(worked=100, trained=1000, kept=1000, applied=1000, pace=10)
+    slow = Effort(worked=50, trained=50, kept=50, applied=50, pace=1)
+    found = goodputs([fast, slow], elapsed=100, rounds=4, contributions=6)
+    assert found["time"] == pytest.approx(0.75), "regions count alike"
+    assert found["tokens"] == pytest.approx(1050 / 1100), "tokens count alike"
+    assert found["participation"] == pytest.approx(0.75)
+
+
+def test_a_region_that_never_came_lowers_all_three():
+    here = Effort(worked=100, trained=1000, kept=1000, applied=1000, pace=10)
+    found = goodputs([here, Effort()], elapsed=100, rounds=4, contributions=4)
+    assert found == {"time": 0.5, "tokens": 0.5, "participation": 0.5}
+
+
+def test_nothing_is_known_before_anything_happened():
+    nothing = goodputs([Effort(), Effort()], elapsed=0, rounds=0, contributions=0)
+    assert set(nothing.values()) == {None}
+    shown = prometheus_text({"goodputs": {"time": 0.9, "tokens": 0.8, "participation": None}})
+    assert "diloco_goodput_time_ratio 0.9" in shown and "diloco_goodput_tokens_ratio 0.8" in shown
+    assert "\ndiloco_participation_ratio " not in shown
+
+
+def test_participation_counts_the_members_of_each_round():
+    log = [
+        event("published", 1.0, members=["a", "b"]),
+        event("joined", 1.5, region="c"),
+        event("published", 2.0, members=["a", "b", "c", "d"]),
+    ]
+    assert participation_in(log, 4) == pytest.approx(0.75)
+    assert participation_in([], 4) is None
+
+
+def test_a_recovery_lasts_from_the_death_to_the_next_step_of_the_same_region():
+    parts = {"import": 1.0, "restore": 0.5, "compile": 0.75, "total": 2.25}
+    log = [
+        event("first-step", 5.0, region="a", **parts),
+        event("trainer-died", 10.0, region="a", code=-9),
+        event("trainer-died", 11.0, region="b", code=-9),
+        event("trainer-started", 11.0, region="a"),
+        # Killed again before it came to a step: the region has stood still since 10.0.
+        event("trainer-died", 12.0, region="a", code=-9),
+        event("first-step", 15.0, region="a", lost=64.0, **parts),
+    ]
+    [one] = recoveries(log)
+    assert (one["region"], one["at"], one["total"], one["lost"]) == ("a", 10.0, 5.0, 64.0)
+    assert (one["start"], one["fetch"], one["compile"]) == (1.0, 0.5, 0.75)
+
+
+def test_the_example_in_the_docs_is_right():
+    fast = Effort(worked=100, trained=1000, kept=1000, applied=950, pace=10)
+    slow = Effort(worked=80, trained=80, kept=70, applied=70, pace=1)
+    found = goodputs([fast, slow], elapsed=100, rounds=4, contributions=7)
+    assert {name: round(100 * (share or 0)) for name, share in found.items()} == {
+        "time": 85,
+        "tokens": 93,
+        "participation": 88,
+    }
