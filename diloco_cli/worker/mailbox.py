@@ -7,6 +7,7 @@
     calls.json         agent     the server's newest news; may be lost
     progress.json      trainer   how far it has come, for heartbeats; may be lost
     checkpoint         trainer   see `resume`
+    slow               chaos     how many times as long a step takes; there only while it does
     lock, trainer.lock           one agent and one trainer at a time
     trainer.json       trainer   who holds trainer.lock, for the next agent
     *.bell                       FIFOs, see `lifeline`
@@ -39,6 +40,7 @@ from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.wire.messages import News
 
 TRAINER_LOCK = "trainer.lock"
+SLOW = "slow"
 
 Stamp = tuple[int, int, int]
 """Changes whenever a file is replaced: inode, time, size."""

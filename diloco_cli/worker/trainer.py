@@ -43,6 +43,7 @@ from diloco_cli.worker.saving import Saving
 from diloco_cli.worker.standing import Place, stand
 from diloco_cli.worker.startup import Startup
 from diloco_cli.worker.task import Task, prepare, set_up
+from diloco_cli.worker.tempo import tempo_of
 
 RETRY_SECONDS = 5.0
 """Between two tries to write to a disk that refused."""
@@ -124,7 +125,8 @@ class Trainer:
         self.meter = self.reporter.meter
         self.compiled = self.ended = False
         self._loss: jax.Array | None = None
-        self._not_before = self._retry_at = 0.0
+        self.tempo = tempo_of(task, mailbox)
+        self._retry_at = 0.0
         self._saving = Saving(self.desk, now=time.monotonic())
         if standing.renamed:
             # Before anything is posted: a restart must not begin the books once more.
@@ -148,8 +150,8 @@ class Trainer:
                     return self._finish()
                 if why := self._waits_for():
                     self._wait(why)
-                elif (early := self._not_before - time.monotonic()) > 0:
-                    self.bell.wait(early)
+                elif (early := self.tempo.due - time.monotonic()) > 0:
+                    self.bell.wait(early)  # Mail is answered meanwhile, at the next boundary.
                 else:
                     self.inner_step()
         finally:
@@ -254,14 +256,12 @@ class Trainer:
         # The loss of the step before: asking for this one's would leave the device idle.
         # A region that is slowed down knows how long each step took.
         last, self._loss = self._loss, loss
-        speed = self.task.spec.region(self.task.region).speed
         if last is not None:
             self.meter.lost(float(last))
-        if speed < 1 or not self.compiled:
+        if self.tempo.measures or not self.compiled:
             loss.block_until_ready()
         now = time.monotonic()
-        if speed < 1 and self.compiled:
-            self._not_before = now + (now - began) * (1 / speed - 1)
+        self.tempo.stepped(began if self.compiled else now, now)
         if not self.compiled:
             self._compiled(now)
         self.meter.stepped(self.task.tokens, now=now)
@@ -299,6 +299,7 @@ class Trainer:
     def _wait(self, why: str) -> None:
         self._catch_up()
         self.meter.paused()
+        self.tempo.paused()
         if why != self.reporter.why:
             self.reporter.why = why
             self.report()
