@@ -264,7 +264,8 @@ def main() -> int:
         end.settimeout(None)
         line = Line(end)
         line.say(
-            **{"hello": asked.region, "boot": asked.boot, "bytes": halves.bytes},
+            **{"hello": asked.region, "boot": asked.boot, "pid": os.getpid()},
+            **{"bytes": halves.bytes},
             # The clock is the machine's, so what our parent read from it can be compared.
             **{"start": started - asked.born, "compile": compiled - started},
         )
