@@ -63,13 +63,18 @@ def run_parallel(
     """Trains for so many seconds under these faults, and gives the record of what happened.
 
     `gradients` travel as fp32, or as bf16 where there is a link; a `checkpoint` is written
-    as often as Young's rule says unless told otherwise, in seconds. The job ends sooner when
+    as often as Young's rule says unless told otherwise, in seconds. Without a `link` of its own
+    for all, every region has the one that the spec's `chaos` gives it. The job ends sooner when
     `until` says so, which is asked often.
     """
+    own = chaos_of(spec, "links") or {}
+    usual = link or chaos_of(spec, "link")
+    links = {one.name: usual if link else own.get(one.name, usual) for one in spec.regions}
+    links = {name: words for name, words in links.items() if words}
     kills = sum(fault.kind in KILLS for fault in faults)
     manner = Manner(
         elastic=elastic,
-        gradients=gradients or ("bf16" if link else "fp32"),
+        gradients=gradients or ("bf16" if links else "fp32"),
         mtbf=seconds / max(1, kills),
         checkpoint=checkpoint,
         snapshots=seconds / CURVE_POINTS,
@@ -77,12 +82,18 @@ def run_parallel(
     with ExitStack() as stack:
         job = Job(spec, in_order(faults), folder, manner, seconds, say)
         stack.callback(job.close)
-        if link or any(fault.kind in ON_LINKS for fault in faults):
-            for region in job.regions:
-                proxy = emulated(link or Link(), "127.0.0.1", job.hub.port)
-                job.proxies[region] = stack.enter_context(proxy)
+        struck = {fault.region for fault in faults if fault.kind in ON_LINKS}
+        for region in sorted(struck | set(links)):
+            proxy = emulated(links.get(region, Link()), "127.0.0.1", job.hub.port)
+            job.proxies[region] = stack.enter_context(proxy)
         job.run(until)
-        return job.record(str(link) if link else None)
+        return job.record({name: str(words) for name, words in links.items()})
+
+
+def chaos_of(spec: RunSpec, key: str) -> Any:
+    """What the spec's `chaos` says under this key; None where it says nothing."""
+    chaos: Any = spec.chaos or {}
+    return chaos.get(key) if isinstance(chaos, dict) else getattr(chaos, key)
 
 
 @dataclass
@@ -181,10 +192,7 @@ class Job:
 
     def _paces(self) -> dict[str, float]:
         """What a step takes in each region, where the spec says so."""
-        chaos: Any = self.spec.chaos
-        paced = (
-            chaos.get("step_seconds") if isinstance(chaos, dict) else chaos and chaos.step_seconds
-        )
+        paced = chaos_of(self.spec, "step_seconds")
         return {one.name: paced / one.speed for one in self.spec.regions} if paced else {}
 
     def _inflict(self, fault: Fault, t0: float) -> None:
@@ -272,7 +280,7 @@ class Job:
             )
         place.process = None
 
-    def record(self, link: str | None) -> dict[str, Any]:
+    def record(self, links: dict[str, str]) -> dict[str, Any]:
         """What happened, in the form all methods share."""
         hub, ledger = self.hub, self.hub.ledger
         assert hub.t0 is not None
@@ -288,7 +296,7 @@ class Job:
             "method": "elastic" if self.manner.elastic else "rigid",
             "name": self.spec.name,
             "spec": shared_digest(self.spec.model_copy(update={"chaos": None})),
-            "seed": self.spec.seed,
+            "seed": chaos_of(self.spec, "seed") or 0,
             "seconds": self.elapsed,
             "regions": len(self.regions),
             "faults": self.inflicted,
@@ -308,7 +316,7 @@ class Job:
                 "steps_lost": ledger.lost,
                 "restarts_of_all": hub.rebuilt,
                 "gradients": self.manner.gradients,
-                "link": link,
+                "links": links,
                 "checkpoint_seconds": hub.checkpoint_seconds,
                 "checkpoint_cost": hub.cost,
                 "digests": sorted({words["digest"] for words in hub.parting.values()}),
