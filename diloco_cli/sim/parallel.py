@@ -284,10 +284,7 @@ class Job:
         """What happened, in the form all methods share."""
         hub, ledger = self.hub, self.hub.ledger
         assert hub.t0 is not None
-        for fault in self.inflicted:
-            struck = fault["kind"] in KILLS and "skipped" not in fault
-            if struck and (found := recovery(hub.news, fault["region"], hub.t0 + fault["at"])):
-                fault["recovery"] = found
+        self._enter_recoveries(hub.t0)
         fault_free, shares = goodput(ledger, Terms(self.elapsed, self._paces()))
         last = hub.parting[min(hub.parting)]
         curve = [[*hub.points[int(n)], loss] for n, loss in last["curve"].items()]
@@ -322,3 +319,12 @@ class Job:
                 "digests": sorted({words["digest"] for words in hub.parting.values()}),
             },
         }
+
+    def _enter_recoveries(self, t0: float) -> None:
+        hits = [one for one in self.inflicted if one["kind"] in KILLS and "skipped" not in one]
+        for number, hit in enumerate(hits):
+            region = hit["region"]
+            later = [one["at"] for one in hits[number + 1 :] if one["region"] == region]
+            until = t0 + min(later, default=math.inf)
+            if found := recovery(self.hub.news, region, t0 + hit["at"], until):
+                hit["recovery"] = found

@@ -7,6 +7,7 @@ and are not applied.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,16 +99,17 @@ News = tuple[Seconds, str, str, dict[str, Any]]
 PARTS = ("detect", "start", "compile", "fetch")
 
 
-def recovery(news: Sequence[News], region: str, killed: Seconds) -> dict[str, float] | None:
-    """Takes apart how a region came back after a kill; None if it was not given the time."""
-    own = [one for one in news if one[2] == region and one[0] >= killed]
+def recovery(
+    news: Sequence[News], region: str, killed: Seconds, until: Seconds = math.inf
+) -> dict[str, float] | None:
+    """Takes apart how a region came back from a kill; None if it was struck again before."""
+    own = [one for one in news if one[2] == region and killed <= one[0] <= until]
     lost, hello = _first(own, "lost"), _first(own, "hello")
     if hello is None:
         return None
     loaded = _first([one for one in own if one[0] >= hello[0]], "loaded")
     stepped = _first([one for one in own if one[0] >= hello[0]], "stepped")
-    again = _first([one for one in own if one[0] > hello[0]], "lost")
-    if stepped is None or loaded is None or (again and again[0] < stepped[0]):
+    if stepped is None or loaded is None:
         return None
     noticed = lost[0] - killed if lost and lost[0] < hello[0] else 0.0
     return {

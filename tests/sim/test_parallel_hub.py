@@ -252,6 +252,5 @@ def test_a_recovery_that_was_struck_again_is_not_counted():
     assert found == pytest.approx(
         {"detect": 0.1, "start": 1.0, "compile": 0.5, "fetch": 0.2, "total": 5.0}
     )
-    again = [*news[:3], (14.5, "lost", "a", {}), (18.0, "hello", "a", hello)]
-    assert recovery(again, "a", 10.0) is None
+    assert recovery(news, "a", 10.0, until=14.5) is None
     assert recovery(news, "b", 10.0) is None
