@@ -141,7 +141,8 @@ class Lobby:
             elif "loaded" in words:
                 seat.loaded = words["loaded"]
                 stood = time.monotonic() - self.paused_at
-                self.note("loaded", seat.region, seconds=words.get("seconds", stood))
+                took = words.get("seconds", stood)
+                self.note("loaded", seat.region, step=seat.loaded, seconds=took)
             elif "given" in words:
                 seat.given = words["given"]
             elif "stopped" in words:

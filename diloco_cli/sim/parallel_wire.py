@@ -123,7 +123,6 @@ def _widened(part: memoryview) -> np.ndarray:
 
 
 def _narrowed(values: np.ndarray) -> np.ndarray:
-    """bf16 bits, to the nearest even; what is not finite stays so."""
+    """bf16 bits, to the nearest even; sums of bf16 that are not finite stay so."""
     bits = values.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isfinite(values), rounded, (bits >> 16) | 0x40).astype(np.uint16)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -62,9 +62,11 @@ def trained_alone(spec: RunSpec, regions: list[str], steps: int) -> dict[str, np
 def test_rigid_goes_back_to_the_checkpoint_and_repeats_what_was_lost(tmp_path: Path):
     spec = spec_of(tmp_path, "paris", "tokyo", optimizer={"kind": "sgd", "lr": 0.1})
     killed: list[int] = []
+    news: list[Any] = []
 
     def until(hub: Any) -> bool:
         """Kills once eight steps are made, of which only the first is in the checkpoint."""
+        news[:] = hub.news
         if not killed and hub.step >= 8 and hub.took:
             killed.append(hub.step)
             os.kill(hub.seats["tokyo"].hello["pid"], signal.SIGKILL)
@@ -81,6 +83,8 @@ def test_rigid_goes_back_to_the_checkpoint_and_repeats_what_was_lost(tmp_path: P
         until=until,
     )
     own = record["parallel"]
+    loaded = [more["step"] for _, what, name, more in news if (what, name) == ("loaded", "paris")]
+    assert loaded == [0, 1]  # Also who was not killed goes back.
     assert own["restarts_of_all"] == 1
     assert own["steps_lost"] >= killed[0] - 1  # All but the one in the checkpoint.
     assert len(own["digests"]) == 1
