@@ -25,7 +25,7 @@ from diloco_cli.errors import RunFailed
 from diloco_cli.sim.parallel_ledger import Ledger
 from diloco_cli.sim.parallel_lobby import SILENCE, Lobby, Over
 from diloco_cli.sim.parallel_seat import Seat
-from diloco_cli.sim.parallel_wire import CHUNK, GRADIENT, Head, count, mean
+from diloco_cli.sim.parallel_wire import GRADIENT, Head, mean, stride
 
 
 class Lost(Exception):
@@ -160,7 +160,7 @@ class Hub(Lobby):
 
     def _hand_over(self, giver: Seat, takers: list[Seat]) -> bool:
         """Says whether the giver lived to give everything."""
-        self.takers, self.forwarded, giver.given = takers, 0, None
+        self.takers, giver.given = takers, None
         self.paused_at = time.monotonic()
         for taker in takers:
             taker.tell(do="take", arrived=False)
@@ -202,11 +202,12 @@ class Hub(Lobby):
 
     def _reduce(self, members: list[Seat]) -> None:
         shares = list(self._shares([seat.region for seat in members]).values())
-        for index in range(count(len(members[0].gradient))):
-            self._all(members, lambda seat, n=index: seat.arrived > n, begun=index > 0)
-            place = slice(index * CHUNK, (index + 1) * CHUNK)
-            parts = [(w, seat.gradient[place]) for w, seat in zip(shares, members, strict=True)]
-            head = Head(GRADIENT, self.step, self.attempt, index)
+        size = len(members[0].gradient)
+        for at in range(0, size, step := stride(size)):
+            end = min(at + step, size)
+            self._all(members, lambda seat, end=end: seat.arrived >= end, begun=at > 0)
+            parts = [(w, seat.gradient[at:end]) for w, seat in zip(shares, members, strict=True)]
+            head = Head(GRADIENT, self.step, self.attempt, at)
             self.changed.release()  # Others go on receiving while we add.
             try:
                 data = mean(parts, self.manner.gradients).data

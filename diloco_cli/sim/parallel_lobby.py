@@ -15,7 +15,7 @@ from typing import Any
 from diloco_cli.errors import WireError
 from diloco_cli.sim.parallel_ledger import News
 from diloco_cli.sim.parallel_seat import Seat
-from diloco_cli.sim.parallel_wire import GRADIENT, STATE, Head, Line
+from diloco_cli.sim.parallel_wire import GRADIENT, Head, Line
 
 SILENCE = 120.0
 """Seconds after which a member that owes us something counts as dead."""
@@ -45,7 +45,6 @@ class Lobby:
         """Of the last checkpoint: seconds that training stood, and until it was on disk."""
         self.off = False
         self.takers: list[Seat] = []
-        self.forwarded = 0
         self.paused_at = 0.0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -132,7 +131,7 @@ class Lobby:
             now = (self.step, self.attempt)
             if head.kind == GRADIENT:
                 if (head.step, head.attempt) == now:
-                    seat.arrived = head.index + 1
+                    seat.arrived = head.at + head.length
             elif "sent" in words:
                 if (words["sent"], words["attempt"]) == now:
                     seat.loss = words["loss"]
@@ -150,9 +149,8 @@ class Lobby:
                 self.parted.add(seat.region)
             self.changed.notify_all()
 
-    def _forward(self, data: bytes) -> None:
+    def _forward(self, head: Head, data: bytes) -> None:
         """Passes a survivor's state on to those who join, chunk by chunk."""
         with self.changed:
             for taker in self.takers:
-                taker.send(Head(STATE, index=self.forwarded), data)
-            self.forwarded += 1
+                taker.send(head, data)

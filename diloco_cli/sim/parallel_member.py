@@ -113,8 +113,8 @@ class Member:
 
     def give(self, words: dict[str, Any]) -> None:
         """Sends everything a member needs that joins here."""
-        for index, part in chunks(memoryview(self.holdings())):
-            self.line.send(Head(STATE, index=index), part)
+        for at, part in chunks(memoryview(self.holdings())):
+            self.line.send(Head(STATE, at=at), part)
         self.line.say(given=self.step)
 
     def take(self, words: dict[str, Any]) -> None:
@@ -161,10 +161,10 @@ class Member:
 
     def _send(self, step: int, attempt: int, data: memoryview, loss: float) -> None:
         with contextlib.suppress(OSError):  # Whoever receives hears of it too.
-            for index, part in chunks(data):
+            for at, part in chunks(data):
                 if (step, attempt) != (self.step, self.attempt):
                     return
-                self.line.send(Head(GRADIENT, step, attempt, index), part)
+                self.line.send(Head(GRADIENT, step, attempt, at), part)
             self.line.say(sent=step, attempt=attempt, loss=loss)
 
     def done(self, words: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ class Seat:
         self.alive = True
         self.gradient = memoryview(bytearray(hello["bytes"]))
         self.arrived = 0
-        """Chunks of the current attempt."""
+        """Bytes of the current attempt."""
         self.loss: float | None = None
         """Comes after the last chunk, so it also says that the gradient is complete."""
         self.loaded: int | None = None
@@ -35,7 +35,7 @@ class Seat:
     def start(
         self,
         *,
-        state: Callable[[bytes], None],
+        state: Callable[[Head, bytes], None],
         heard: Callable[[Seat, Head, dict[str, Any]], None],
         gone: Callable[[Seat], None],
     ) -> None:
@@ -53,7 +53,7 @@ class Seat:
 
     def _receive(
         self,
-        state: Callable[[bytes], None],
+        state: Callable[[Head, bytes], None],
         heard: Callable[[Seat, Head, dict[str, Any]], None],
     ) -> None:
         head = self.line.head()
@@ -65,7 +65,7 @@ class Seat:
         else:
             data = bytearray(head.length)
             self.line.read(memoryview(data))
-            state(bytes(data))
+            state(head, bytes(data))
         self.heard = time.monotonic()
         heard(self, head, words)
 

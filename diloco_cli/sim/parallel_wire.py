@@ -1,8 +1,8 @@
 """What the members of a data-parallel job and their hub say to each other.
 
-A frame is a head of 17 bytes and a payload of at most one chunk:
+A frame is a head of 21 bytes and a payload of at most one chunk:
 
-    kind u8 · step u32 · attempt u32 · index u32 · length u32, big-endian
+    kind u8 · step u32 · attempt u32 · at u64 · length u32, big-endian
 
     TALK       JSON, one object
     GRADIENT   a chunk of a member's gradient, or of the mean on the way back
@@ -29,7 +29,9 @@ from diloco_cli.errors import WireError
 
 TALK, GRADIENT, STATE = 1, 2, 3
 CHUNK = 1 << 18
-HEAD = struct.Struct("!BIIII")
+PIECES = 32
+"""A gradient has about so many chunks, so that the first is back before the last has left."""
+HEAD = struct.Struct("!BIIQI")
 TYPES = {"fp32": 4, "bf16": 2}
 """Bytes a value of a gradient takes on the way."""
 
@@ -39,7 +41,8 @@ class Head:
     kind: int
     step: int = 0
     attempt: int = 0
-    index: int = 0
+    at: int = 0
+    """Where in the whole its first byte belongs."""
     length: int = 0
 
 
@@ -52,7 +55,7 @@ class Line:
         self._sending = threading.Lock()
 
     def send(self, head: Head, payload: bytes | memoryview = b"") -> None:
-        packed = HEAD.pack(head.kind, head.step, head.attempt, head.index, len(payload))
+        packed = HEAD.pack(head.kind, head.step, head.attempt, head.at, len(payload))
         with self._sending:
             self._end.sendall(packed)
             self._end.sendall(payload)
@@ -79,10 +82,10 @@ class Line:
             room = room[got:]
 
     def chunk(self, head: Head, room: memoryview) -> None:
-        """Reads a chunk to its place; the last one may be shorter than the others."""
-        place = room[head.index * CHUNK :][: head.length]
+        """Reads a chunk to its place."""
+        place = room[head.at :][: head.length]
         if len(place) != head.length:
-            raise WireError(f"Chunk {head.index} with {head.length} bytes lies beyond {len(room)}.")
+            raise WireError(f"{head.length} bytes at {head.at} lie beyond {len(room)}.")
         self.read(place)
 
     def words(self, head: Head) -> dict[str, Any]:
@@ -98,13 +101,15 @@ class Line:
 
 
 def chunks(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Cuts bytes into numbered chunks."""
-    for index in range(count(len(data))):
-        yield index, data[index * CHUNK :][:CHUNK]
+    """Cuts bytes into chunks, each with its place."""
+    step = stride(len(data))
+    for at in range(0, len(data), step):
+        yield at, data[at : at + step]
 
 
-def count(size: int) -> int:
-    return -(-size // CHUNK)
+def stride(size: int) -> int:
+    """How long the chunks of so many bytes are; a power of two, so that no value is cut."""
+    return min(CHUNK, max(4096, 1 << (size // PIECES).bit_length()))
 
 
 def mean(parts: list[tuple[float, memoryview]], kind: str) -> np.ndarray:

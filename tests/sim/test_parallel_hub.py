@@ -26,8 +26,9 @@ from diloco_cli.sim.parallel_wire import (
     mean,
 )
 
-VALUES = CHUNK // 4 * 2
+VALUES = 2048
 """Two chunks of fp32, so that a member can die between them."""
+STEP = 4096
 PATIENCE = 30.0
 
 
@@ -60,11 +61,11 @@ class Actor:
             else:
                 part = bytearray(head.length)
                 self.line.read(memoryview(part))
-                self.state.append((head.index, bytes(part)))
+                self.state.append((head.at, bytes(part)))
 
     def sends(self, step: int, *, attempt: int = 0, parts: int = 2, loss: float = 1.0) -> None:
-        for index, part in list(chunks(self.gradient.view(np.uint8).data))[:parts]:
-            self.line.send(Head(GRADIENT, step, attempt, index), part)
+        for at, part in list(chunks(self.gradient.view(np.uint8).data))[:parts]:
+            self.line.send(Head(GRADIENT, step, attempt, at), part)
         if parts == 2:
             self.line.say(sent=step, attempt=attempt, loss=loss)
 
@@ -124,14 +125,14 @@ def test_a_death_in_the_middle_of_an_exchange_leaves_no_trace_in_the_mean():
         a.sends(0)
         b.sends(0)
         wait_for(lambda: a.line.head().kind == GRADIENT)  # The first chunk of three is out.
-        a.line.read(memoryview(bytearray(CHUNK)))
+        a.line.read(memoryview(bytearray(STEP)))
         c.line.close()
         for actor in (a, b):
             assert actor.hears("again")["attempt"] == 1
         b.sends(0, attempt=1)
         # What a had still on the way belongs to nothing any more.
         heard = hub.seats["a"].heard
-        a.line.send(Head(GRADIENT, 0, 0, 1), np.full(CHUNK // 4, 70, np.float32).view("B").data)
+        a.line.send(Head(GRADIENT, 0, 0, STEP), np.full(STEP // 4, 70, np.float32).view("B").data)
         wait_for(lambda: hub.seats["a"].heard > heard)
         a.sends(0, attempt=1)
         for actor in (a, b):
@@ -218,7 +219,7 @@ def test_a_frame_too_large_is_refused():
         theirs.sendall(HEAD.pack(GRADIENT, 0, 0, 0, CHUNK + 1))
         with pytest.raises(WireError, match="none of ours"):
             Line(ours).head()
-        theirs.sendall(HEAD.pack(GRADIENT, 0, 0, 3, 8) + bytes(8))
+        theirs.sendall(HEAD.pack(GRADIENT, 0, 0, 4, 8) + bytes(8))
         line = Line(ours)
         with pytest.raises(WireError, match="beyond"):
             line.chunk(line.head(), memoryview(bytearray(8)))
