@@ -130,7 +130,7 @@ class LocalProcess:
         if self._child.poll() is None:
             self._child.send_signal(signal.SIGTERM)
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Sends it any other signal."""
         if self._child.poll() is None:
             self._child.send_signal(number)

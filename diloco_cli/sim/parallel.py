@@ -222,8 +222,8 @@ class Job:
             process.kill()
             place.down_until = time.monotonic() + (fault.duration or 0.0)
         elif fault.kind == "pause":
-            process.signal(signal.SIGSTOP)
-            self._after(fault.duration, lambda: process.signal(signal.SIGCONT))
+            process.send_signal(signal.SIGSTOP)
+            self._after(fault.duration, lambda: process.send_signal(signal.SIGCONT))
         else:
             return f"{fault.kind} means nothing to data parallel"
         return ""
