@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint model dst killloop powercut load poison fuzz schema rehearse bench docs clean
+.PHONY: install demo test lint model dst killloop powercut load poison chaos fuzz schema rehearse bench docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -46,12 +46,21 @@ powercut: install                ## 200 power cuts of a server's disk; needs roo
 load: install                    ## 256 clients for ten minutes: uploads a second, the server's memory
 	$(BIN)/python -m tests.load.many --clients 256 --seconds 600 --json build/load.json
 
+STORM ?= tests/results/eight-regions.yaml
+
 fuzz: install                    ## a million bad inputs for each decoder and engine
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz.hunt $(FUZZ)
 
 poison: install                  ## one region of eight lies, in every way we know
 	$(BIN)/python -m tests.poison.rehearsal
+
+chaos: install                   ## eight regions under SIGKILLs, three ways to train; goes on where it stopped
+	for rate in 324 125; do for method in decoupled elastic rigid; do \
+		test -f build/chaos/$$rate-$$method/chaos.json || $(BIN)/diloco chaos $(STORM) --method $$method --fresh \
+			--dir build/chaos/$$rate-$$method --set "chaos.faults=[{kind: kill-trainer, per_hour: $$rate}]" || exit 1; \
+	done; done
+	$(BIN)/python -m tests.results.goodput build/chaos/[0-9]*-[a-z]*[a-z]/chaos.json --png build/chaos/goodput.png
 
 rehearse: install                ## every published table the simulator repeats, cell by cell
 	for preset in streaming-table4 decoupled-table1 dp-bandwidth hetero llama3 12b-four-regions planet; do \

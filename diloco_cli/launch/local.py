@@ -130,6 +130,11 @@ class LocalProcess:
         if self._child.poll() is None:
             self._child.send_signal(signal.SIGTERM)
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends it any other signal."""
+        if self._child.poll() is None:
+            self._child.send_signal(number)
+
     def kill(self) -> None:
         # The child leads its own process group, so this reaches its children too.
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -44,6 +44,12 @@ class Step:
     step: Callable[[Params, State, np.ndarray], tuple[Params, State, jax.Array]]
     """The loss is NaN when it, or the gradient, was not finite: then nothing has moved."""
 
+    gradient: Callable[[Params, np.ndarray], tuple[jax.Array, Params]]
+    """The first half of a step, for those who average gradients before they move."""
+
+    move: Callable[[Params, State, jax.Array, Params], tuple[Params, State, jax.Array]]
+    """The second half: from `params, state, loss, slope`; gives up what `step` does."""
+
     loss: Callable[..., tuple[jax.Array, jax.Array]]
     """The model's loss without penalties; gives nothing up."""
 
@@ -65,8 +71,9 @@ def make_step(model: Model, inner: InnerSpec, *, horizon: int) -> Step:
     optimizer = inner_optimizer(model, inner, horizon)
     gradient = _gradient(model.loss_fn(), inner.accumulate)
 
-    def step(params: Params, state: State, tokens: jax.Array) -> tuple[Params, State, jax.Array]:
-        loss, slope = gradient(params, tokens)
+    def move(
+        params: Params, state: State, loss: jax.Array, slope: Params
+    ) -> tuple[Params, State, jax.Array]:
         updates, moved = optimizer.update(slope, state, params)
         # A step that is not finite changes nothing, so that one poisoned batch does not
         # undo a run; the loss it returns tells.
@@ -75,9 +82,14 @@ def make_step(model: Model, inner: InnerSpec, *, horizon: int) -> Step:
         loss = jnp.where(sound, loss, jnp.nan)
         return keep(optax.apply_updates(params, updates), params), keep(moved, state), loss
 
+    def step(params: Params, state: State, tokens: jax.Array) -> tuple[Params, State, jax.Array]:
+        return move(params, state, *gradient(params, tokens))
+
     return Step(
         init_state=jax.jit(optimizer.init),
         step=jax.jit(step, donate_argnums=(0, 1)),
+        gradient=jax.jit(gradient),
+        move=jax.jit(move, donate_argnums=(0, 1)),
         loss=jax.jit(model.loss_fn(penalties=False)),
     )
 

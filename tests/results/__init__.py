@@ -1,0 +1,1 @@
+"""Turns records of `diloco chaos` into the tables and pictures of docs/results."""
