@@ -29,8 +29,6 @@ from diloco_cli.wire.frame import Header, open_frame, pack
 
 INT4 = {"kind": "int4", "block": 512}
 
-TRIES = 25
-
 MOST_BITS = {
     **{"fp32": 27.5, "bf16": 12.0, "int8": 7.5, "int4": 3.3},
     **{"uniform": 2.3, "sign": 1.1, "sparse": 0.35},
@@ -43,7 +41,7 @@ MOST_BITS_DOWN = {"int8": 7.5, "int4": 3.5}
 
 
 def wire_figures(
-    *, tries: int = TRIES, parameters: int = 16 << 20, file: Path | None = None, train: bool = True
+    *, tries: int = 25, parameters: int = 16 << 20, file: Path | None = None, train: bool = True
 ) -> list[dict[str, Any]]:
     """Measures speed, size and error of the codecs, and the merge.
 
