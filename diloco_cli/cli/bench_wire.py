@@ -4,8 +4,10 @@
     bits    of every kind, on pseudo-gradients of the quickstart's model or of a file
     merge   of eight regions, beside the same merge in plain numpy
 
-Everything is measured in turns, several times over, and the best of each counts: what
-else the machine does then disturbs a figure and its limit alike.
+Everything is measured in turns, many times over, and the best of each counts: what else
+the machine does then disturbs a figure and its limit alike. What is compared with each
+other is measured one right after the other, and a turn of two threads needs both cores to
+be free for its few milliseconds, so there are enough turns for that to happen.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ MOST_BITS_DOWN = {"int8": 7.5, "int4": 3.5}
 
 
 def wire_figures(
-    *, tries: int = 9, parameters: int = 16 << 20, file: Path | None = None, train: bool = True
+    *, tries: int = 25, parameters: int = 16 << 20, file: Path | None = None, train: bool = True
 ) -> list[dict[str, Any]]:
     """Measures speed, size and error of the codecs, and the merge.
 
@@ -74,20 +76,21 @@ def speed_figures(parameters: int, tries: int) -> list[dict[str, Any]]:
 
     work: dict[str, Callable[[], object]] = {
         "copy": lambda: np.copyto(copy, values),
-        "zstd": lambda: [compressor.compress(body) for body in bodies],
-        "unzstd": lambda: [frame.body(place) for place in range(len(bodies))],
+        "copy 2": lambda: _copy(values, copy, 2),
         "encode": lambda: encode(1),
-        "frame": lambda: pack(header, values, threads=1),
+        "encode 2": lambda: encode(2),
+        "zstd": lambda: [compressor.compress(body) for body in bodies],
         "add": lambda: frame.accumulate(sums, 0.5, threads=1),
+        "add 2": lambda: frame.accumulate(sums, 0.5, threads=2),
+        "unzstd": lambda: [frame.body(place) for place in range(len(bodies))],
+        "frame": lambda: pack(header, values, threads=1),
         "decode": lambda: frame.values(threads=1),
-    }
-    if several := cores() >= 2:
-        work["encode 2"] = lambda: encode(2)
-        work["add 2"] = lambda: frame.accumulate(sums, 0.5, threads=2)
         # What a second core is worth here and now, for work without and with much memory.
-        work["hash"] = lambda: _hash(values, 1)
-        work["hash 2"] = lambda: _hash(values, 2)
-        work["copy 2"] = lambda: _copy(values, copy, 2)
+        "hash": lambda: _hash(values, 1),
+        "hash 2": lambda: _hash(values, 2),
+    }
+    if not (several := cores() >= 2):
+        work = {name: act for name, act in work.items() if not name.endswith(" 2")}
     speed = {name: 4e-9 * parameters / best for name, best in in_turns(work, tries).items()}
     pairs = [
         ("encode / memcpy", "encode", "copy", 0.33),

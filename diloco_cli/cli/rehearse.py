@@ -46,7 +46,7 @@ def start(
 
 @bench.command()
 def wire(
-    tries: Annotated[int, typer.Option(min=1, help="How often each figure is measured.")] = 9,
+    tries: Annotated[int, typer.Option(min=1, help="How often each figure is measured.")] = 25,
     file: Annotated[
         Path | None, typer.Option(help="Measure bits and error on this vector (.npy).")
     ] = None,

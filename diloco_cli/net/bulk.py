@@ -3,8 +3,9 @@
 What differs from the transport as it ships: failures in the middle of a body arrive as
 httpx errors, a time-out is called one, a connection that broke is not called one that
 could not be made, the limit on a request is one deadline, closing closes the connection,
-and the `host` header stays away (HTTP/2 says it in `:authority`; some proxies answer 400
-to both).
+the `host` header stays away (HTTP/2 says it in `:authority`; some proxies answer 400 to
+both), and a body is copied once less on either way: a part is sent from where it lies, and
+what arrives can be had as it arrived.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import httpx
 from pyreqwest.client import SyncClientBuilder
 from pyreqwest.compatibility.httpx import SyncHttpxTransport
 from pyreqwest.exceptions import PyreqwestError, RequestTimeoutError
+from pyreqwest.request import SyncRequestBuilder
+from pyreqwest.response import SyncResponse
 
 from diloco_cli.net.identity import NOBODY, Identity
+from diloco_cli.net.transport import ARRIVED, WHOLE
 
 FRAME_BYTES = 1 << 18
 
@@ -55,7 +59,7 @@ class BulkTransport(SyncHttpxTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         request.headers.pop("host", None)
         limits = request.extensions.get("timeout", {})
-        request.extensions = {"timeout": {"read": limits.get("read")}}
+        request.extensions = {**request.extensions, "timeout": {"read": limits.get("read")}}
         try:
             response = super().handle_request(request)
         except httpx.ConnectTimeout as error:
@@ -69,9 +73,13 @@ class BulkTransport(SyncHttpxTransport):
             raise httpx.ReadError(str(error), request=request) from error
         except PyreqwestError as error:
             raise _translated(error, request) from error
-        source = cast(httpx.SyncByteStream, response.stream)
-        response.stream = _Stream(source, request, _length(request, response))
+        response.stream = stream = _Stream(response, request)
+        response.extensions[ARRIVED] = stream.views
         return response
+
+    def _map_body(self, builder: SyncRequestBuilder, request: httpx.Request) -> SyncRequestBuilder:
+        body = request.extensions.get(WHOLE)
+        return super()._map_body(builder, request) if body is None else builder.body_bytes(body)
 
     def close(self) -> None:
         # Closing alone leaves the idle connection open; it ends with the object.
@@ -82,19 +90,21 @@ class BulkTransport(SyncHttpxTransport):
 class _Stream(httpx.SyncByteStream):
     """A body whose failures are httpx errors."""
 
-    def __init__(
-        self, source: httpx.SyncByteStream, request: httpx.Request, length: int | None
-    ) -> None:
-        self._source = source
-        self._request = request
-        self._length = length
+    def __init__(self, response: httpx.Response, request: httpx.Request) -> None:
+        self._source = cast(httpx.SyncByteStream, response.stream)
+        self._reader = cast(SyncResponse, response.extensions["pyreqwest_response"]).body_reader
+        self._request, self._length = request, _length(request, response)
 
     def __iter__(self) -> Iterator[bytes]:
+        return map(bytes, self.views())
+
+    def views(self) -> Iterator[memoryview]:
+        """The pieces as they arrived, each where it was put."""
         found = 0
         try:
-            for piece in self._source:
+            while (piece := self._reader.read_chunk()) is not None:
                 found += len(piece)
-                yield piece
+                yield memoryview(piece)
         except PyreqwestError as error:
             raise _translated(error, self._request) from error
         # A stream that a server gives up with a goodbye ends here like one that is complete.

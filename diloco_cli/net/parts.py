@@ -14,13 +14,13 @@ import os
 import random
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
+from isal.isal_zlib import crc32  # The same sum as zlib's, in a fifth of the time.
 
 from diloco_cli.errors import DilocoError, LinkError, WireError
 from diloco_cli.net.gauge import Gauge
@@ -44,11 +44,12 @@ class Source:
     """Bytes to send: in memory, or in a file that stays the same when it is replaced."""
 
     def __init__(self, body: bytes | Path) -> None:
-        self._body = body if isinstance(body, bytes) else b""
+        self._body = memoryview(body if isinstance(body, bytes) else b"")
         self._handle = os.open(body, os.O_RDONLY) if isinstance(body, Path) else -1
         self.size = os.fstat(self._handle).st_size if self._handle >= 0 else len(self._body)
 
-    def read(self, start: int, stop: int) -> bytes:
+    def read(self, start: int, stop: int) -> bytes | memoryview:
+        """The bytes from `start` to `stop`; those in memory stay where they are."""
         if self._handle < 0:
             return self._body[start:stop]
         return os.pread(self._handle, stop - start, start)
@@ -223,7 +224,7 @@ class Upload:
             start,
             size=self._source.size,
             frame=self._frame,
-            digest=messages.check_value(zlib.crc32(data)),
+            digest=messages.check_value(crc32(data)),
         )
         began, lanes = time.monotonic(), self._active
         link.once(

@@ -18,7 +18,7 @@ import httpx
 
 from diloco_cli.errors import DilocoError, LinkError, WireError
 from diloco_cli.net.gauge import Gauge
-from diloco_cli.net.transport import BROKEN, Damaged, Later, Link, in_words
+from diloco_cli.net.transport import ARRIVED, BROKEN, Damaged, Later, Link, in_words
 
 Range = tuple[int, int]
 
@@ -193,7 +193,7 @@ class _Arriving:
     def _fill(self, response: httpx.Response) -> None:
         assert self.left is not None
         at, stop = self.left
-        for piece in response.iter_raw():
+        for piece in response.extensions.get(ARRIVED, response.iter_raw)():
             if at + len(piece) > stop:
                 raise WireError(f"{self._fetch._url} sends more than the range it was asked for.")
             self._fetch._buffer[at : at + len(piece)] = piece

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 from h2.exceptions import H2Error
@@ -45,6 +45,10 @@ it sends, so one piece of 32 MB moves at 10 MB/s; in these pieces at several hun
 
 MOST_WHOLE_BYTES = 32 << 20
 """A file up to this size is read before it is sent, where the transport likes that better."""
+
+WHOLE, ARRIVED = "diloco-body", "diloco-pieces"
+"""Extensions for bodies that are not copied: of a request, what is sent; of an answer, a
+function that gives its pieces."""
 
 STREAM_WINDOW_BYTES = 64 << 20
 CONNECTION_WINDOW_BYTES = 128 << 20
@@ -108,7 +112,8 @@ class Damaged(Exception):
 BROKEN = (httpx.RequestError, httpx.StreamError, Later, Damaged)
 """Failures after which the same call may work."""
 
-Content = bytes | Iterator[bytes] | None
+Body = bytes | memoryview | Path | None
+Content = bytes | memoryview | Iterator[bytes] | None
 
 
 class Link:
@@ -148,7 +153,7 @@ class Link:
         path: str,
         receive: Callable[[httpx.Response], T],
         *,
-        body: bytes | Path | None = None,
+        body: Body = None,
         headers: dict[str, str] | None = None,
         seconds: float | None = None,
         answers: frozenset[int] = frozenset(),
@@ -192,7 +197,7 @@ class Link:
         path: str,
         receive: Callable[[httpx.Response], T],
         *,
-        body: bytes | Path | None = None,
+        body: Body = None,
         headers: dict[str, str] | None = None,
         seconds: float | None = None,
         answers: frozenset[int] = frozenset(),
@@ -212,46 +217,48 @@ class Link:
         self,
         method: str,
         path: str,
-        body: bytes | Path | None,
+        body: Body,
         headers: dict[str, str],
         allowed: float,
     ) -> Iterator[httpx.Response]:
         timeout = httpx.Timeout(allowed, connect=min(allowed, self.timeouts.connect))
-        try:
-            with (
-                self._pieces(body) as (pieces, length),
-                self._client.stream(
-                    method, path, content=pieces, headers={**headers, **length}, timeout=timeout
-                ) as response,
-            ):
-                yield response
-        except H2Error as error:
-            # After a goodbye (GOAWAY) httpx's own HTTP/2 takes whatever still comes for a
-            # fault, and lets the library underneath say so.
-            raise httpx.RemoteProtocolError(str(error) or repr(error)) from error
+        with self._pieces(body) as (pieces, size):
+            sent: dict[str, Any] = {"content": pieces}
+            if isinstance(pieces, bytes | memoryview):
+                sent = {"extensions": {WHOLE: pieces}}
+            if size is not None:
+                headers = {**headers, "content-length": str(size)}
+            try:
+                with self._client.stream(
+                    method, path, headers=headers, timeout=timeout, **sent
+                ) as response:
+                    yield response
+            except H2Error as error:
+                # After a goodbye (GOAWAY) httpx's own HTTP/2 takes whatever still comes for a
+                # fault, and lets the library underneath say so.
+                raise httpx.RemoteProtocolError(str(error) or repr(error)) from error
 
     @contextmanager
-    def _pieces(self, body: bytes | Path | None) -> Iterator[tuple[Content, dict[str, str]]]:
-        """Gives a body as it is best sent, and the header that says its length.
+    def _pieces(self, body: Body) -> Iterator[tuple[Content, int | None]]:
+        """Gives a body as it is best sent, and its length.
 
         A file is opened anew for every try, and read to its end even if it is replaced meanwhile.
         """
         if body is None:
-            yield None, {}
+            yield None, None
         elif isinstance(body, Path):
             with body.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if self._whole and size <= MOST_WHOLE_BYTES:
-                    yield file.read(), {}
+                    yield (data := file.read()), len(data)
                 else:
-                    pieces = iter(lambda: file.read(self._piece), b"")
-                    yield self._paced(pieces), {"content-length": str(size)}
+                    yield self._paced(iter(lambda: file.read(self._piece), b"")), size
         elif self._whole:
-            yield body, {}
+            yield body, len(body)
         else:
             starts = range(0, len(body), self._piece)
-            pieces = (body[start : start + self._piece] for start in starts)
-            yield self._paced(pieces), {"content-length": str(len(body))}
+            pieces = (bytes(body[start : start + self._piece]) for start in starts)
+            yield self._paced(pieces), len(body)
 
     @property
     def _piece(self) -> int:

@@ -13,11 +13,12 @@ brought no more of them; they outlive the server (`shelf`).
 from __future__ import annotations
 
 import asyncio
-import zlib
 from bisect import insort
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from isal.isal_zlib import crc32  # The same sum as zlib's, in a fifth of the time.
 
 from diloco_cli.server.denied import Denied
 from diloco_cli.server.receiving import AGAIN, Batch
@@ -196,7 +197,7 @@ class Parts:
         def put(batch: Batch, offset: int, before: int) -> int:
             gathering.draft.write_pieces(batch, offset)
             for piece in batch:
-                before = zlib.crc32(piece, before)
+                before = crc32(piece, before)
             return before
 
         async for batch in body:
@@ -254,7 +255,7 @@ class Parts:
 def _digest(draft: Draft, part: Part) -> str:
     found = 0
     for at in range(part.start, part.stop, READ_BYTES):
-        found = zlib.crc32(draft.read_at(at, min(READ_BYTES, part.stop - at)), found)
+        found = crc32(draft.read_at(at, min(READ_BYTES, part.stop - at)), found)
     return check_value(found)
 
 

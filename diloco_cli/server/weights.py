@@ -27,8 +27,9 @@ from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.frame import pack, vector_digest
 from diloco_cli.wire.messages import Links, version_path
 
-PIECE_BYTES = 1 << 20
-"""Bytes read and sent at a time."""
+PIECE_BYTES = 1 << 19
+"""Bytes read and sent at a time. As long as this, memory is used again; a megabyte comes fresh
+from the system each time (`memory`), which costs more than reading it."""
 
 WORTH_BYTES = 1 << 16
 """Whoever is told that the whole is shorter asks once more: no gain if it is by less."""

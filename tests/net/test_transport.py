@@ -14,8 +14,9 @@ import pytest
 from leaving import leaving
 
 from diloco_cli.errors import LinkError, SpecError, WireError
+from diloco_cli.net.parts import Source
 from diloco_cli.net.refusal import Gone, read
-from diloco_cli.net.transport import Carrier, Link, Retry, Timeouts, checked_url
+from diloco_cli.net.transport import ARRIVED, Carrier, Link, Retry, Timeouts, checked_url
 
 BIG = bytes(range(256)) * 20_000  # 5 MB: many HTTP/2 frames, more than one window's default.
 
@@ -45,7 +46,7 @@ def test_uploads_arrive_whole_from_memory_and_from_disk(link, puppet, tmp_path, 
     body = BIG[:size]
     file = tmp_path / "body"
     file.write_bytes(body)
-    for source in (body, file):
+    for source in (body, memoryview(b"before" + body + b"after")[6 : 6 + size], file):
         puppet.will("PUT /up", 201)
         link.call("PUT", "/up", everything, body=source)
     for request in puppet.heard():
@@ -57,6 +58,31 @@ def test_uploads_arrive_whole_from_memory_and_from_disk(link, puppet, tmp_path, 
 def test_downloads_arrive_whole(link, puppet):
     puppet.will("GET /down", 200, BIG, {"content-length": str(len(BIG))})
     assert link.call("GET", "/down", everything) == BIG
+
+
+def test_downloads_can_be_had_as_they_arrive(puppet, patience):
+    link = Link(puppet.url, bulk=True, stop=patience)
+    found = bytearray(len(BIG))
+
+    def fill(response):
+        at = 0
+        for piece in response.extensions[ARRIVED]():
+            assert isinstance(piece, memoryview)
+            found[at : at + len(piece)] = piece
+            at += len(piece)
+        return at
+
+    puppet.will("GET /down", 200, BIG, {"content-length": str(len(BIG))}, cut=1_000_000)
+    puppet.will("GET /down", 200, BIG, {"content-length": str(len(BIG))})
+    assert link.call("GET", "/down", fill) == len(BIG)
+    assert found == BIG and len(patience.pauses) == 1
+    link.close()
+
+
+def test_parts_are_sent_from_where_they_lie():
+    part = Source(BIG).read(1000, 2_000_000)
+    assert isinstance(part, memoryview) and part.obj is BIG
+    assert part == BIG[1000:2_000_000]
 
 
 def test_headers_travel_and_nothing_asks_for_another_encoding(link, puppet):
