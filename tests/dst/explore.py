@@ -54,8 +54,9 @@ def at_step(step: int, bug: str | None = None) -> Outcome:
 
 def find(bug: str, patience: int = PATIENCE) -> Outcome | None:
     """The first run in which a planted defect shows."""
-    once = at_step if BUGS[bug].swept else attempt
-    runs = range(1, SWEPT) if BUGS[bug].swept else range(patience)
+    about = BUGS[bug]
+    once = at_step if about.swept else attempt
+    runs = range(1, SWEPT) if about.swept else range(about.first, about.first + patience)
     return next((found for each in runs if (found := once(each, bug)).problem), None)
 
 

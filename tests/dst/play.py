@@ -78,7 +78,7 @@ class Play:
         )
         self.loop.slow, self.loop.sluggish = setting.slow, setting.sluggish
         self.recipe = recipe_of(setting.spec)
-        self.audit = Audit(self.recipe, initial, self.trace)
+        self.audit = Audit(self.recipe, initial, self.trace, self.loop.time)
         self.disk = Disk(root, self._chance("disk"), self.loop, self.trace)
         host = Host(self.loop, self.disk, self._chance("host"), self.recipe, self.trace, initial)
         host.deaths = setting.deaths
