@@ -65,10 +65,11 @@ class Cold:
     """A server that was started like any program."""
 
     def __init__(self, folder: Path, changes: dict[str, Any]) -> None:
+        under = changes.pop("under", ())  # Another program that starts it in its own place.
+        script = str(RIG / "small_server.py")
         with open(folder / "log", "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(RIG / "small_server.py"), str(folder), json.dumps(changes)],
-                stderr=log,
+                [*under, sys.executable, script, str(folder), json.dumps(changes)], stderr=log
             )
         self.pid = self._process.pid
 
