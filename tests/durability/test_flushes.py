@@ -63,39 +63,27 @@ def test_no_answer_leaves_before_its_record_is_flushed(tmp_path):
         stage.close()
 
 
-def flush_fails(trace: Path, turn: int) -> tuple[str, ...]:
-    """Lets one fdatasync of each thread fail, as the kernel would; those after it succeed."""
-    inject = f"inject=fdatasync:error=EIO:when={turn}"
-    return (
-        "strace",
-        "-D",
-        "-f",
-        "--seccomp-bpf",
-        "-y",
-        "-o",
-        str(trace),
-        "-e",
-        "trace=fdatasync",
-        "-e",
-        inject,
-    )
+def failing(trace: Path, call: str, error: str, when: str) -> tuple[str, ...]:
+    """Lets calls of the kernel fail in the server's place; those after them succeed."""
+    kernel = ("-e", f"trace={call}", "-e", f"inject={call}:error={error}:when={when}")
+    return ("strace", "-D", "-f", "--seccomp-bpf", "-y", "-o", str(trace), *kernel)
 
 
-def no_strace() -> str:
-    """Says why calls cannot be made to fail here; empty if they can."""
+@pytest.fixture
+def traced() -> None:
     if not shutil.which("strace"):
-        return "needs strace"
+        pytest.skip("needs strace")
     tried = subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True)
-    return "" if tried.returncode == 0 else "needs the right to trace a process"
+    if tried.returncode:
+        pytest.skip("needs the right to trace a process")
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_flush_that_fails_is_not_tried_again_and_ends_the_server(tmp_path):
-    if why := no_strace():
-        pytest.skip(why)
     stage = Stage(tmp_path / "run", tolerated=("refusal",))
     trace = tmp_path / "trace"
     try:
-        stage.start(cold=True, under=flush_fails(trace, turn=12))
+        stage.start(cold=True, under=failing(trace, "fdatasync", "EIO", when="12"))
         stage.add_clients()
         assert stage.died() == 5
         assert "could not be made durable: Input/output error" in stage.last_words()
@@ -106,6 +94,23 @@ def test_a_flush_that_fails_is_not_tried_again_and_ends_the_server(tmp_path):
         stage.check()
         stage.start()
         stage.url()
+        stage.kill()
+        stage.check()
+    finally:
+        stage.close()
+
+
+@pytest.mark.usefixtures("traced")
+def test_records_that_a_full_disk_refuses_are_not_answered_for_and_written_later(tmp_path):
+    stage = Stage(tmp_path / "run", tolerated=("refusal",))
+    trace = tmp_path / "trace"
+    try:
+        # Of the journal's own thread: the twelfth write and those of the next tries.
+        stage.start(cold=True, under=failing(trace, "pwrite64", "ENOSPC", when="12..13"))
+        stage.add_clients()
+        stage.wait(lambda: trace.exists() and trace.read_text().count("INJECTED") == 2)
+        stage.until_accepted(8)  # By itself.
+        assert stage.server and stage.server.code() is None
         stage.kill()
         stage.check()
     finally:

@@ -1,11 +1,14 @@
 """schemathesis against /openapi.json: whatever is sent, no answer is the server's own fault.
 
-`make schema` sends many more than the few of `make test`.
+`make schema` sends many more than the few of `make test`, for a bounded time, and prints
+what was answered.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -20,6 +23,8 @@ from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, WIRE
 pytestmark = pytest.mark.live
 
 EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "12"))
+SECONDS = 45.0
+"""For each operation; what is left of its examples then is not sent."""
 ENDLESS = {"events"}
 """Its answer has no end; tests of the stream read it."""
 
@@ -46,6 +51,8 @@ def test_no_answer_is_the_servers_own_fault(guarded: Guarded, operation: Any):
         run = asked.get("/v1/run").json()["run"]
     session = requests.Session()
     session.trust_env = False
+    answers: Counter[int] = Counter()
+    until = time.monotonic() + SECONDS
     named = {RUN_HEADER: run, WIRE_HEADER: str(WIRE_VERSION), EPOCH_HEADER: "1"}
 
     @settings(
@@ -57,6 +64,8 @@ def test_no_answer_is_the_servers_own_fault(guarded: Guarded, operation: Any):
     )
     @given(case=operation.as_strategy(), known=strategies.booleans())
     def ask(case: Any, known: bool) -> None:
+        if time.monotonic() > until:
+            return
         if known:  # Past the door, or every guess would end there.
             case.headers = {**(case.headers or {}), **named}
             if "region" in (case.path_parameters or {}):
@@ -70,10 +79,13 @@ def test_no_answer_is_the_servers_own_fault(guarded: Guarded, operation: Any):
             cert=(str(identity.certificate), str(identity.key)),
             timeout=30,
         )
+        answers[answer.status_code] += 1
         assert answer.status_code < 500, answer.text
         if answer.status_code >= 400 and case.method != "HEAD":
             assert set(answer.json()["error"]) >= {"code", "message", "hint"}
 
     with session:
         ask()
-    assert guarded.child.poll() is None
+    assert guarded.child.poll() is None and answers.total()
+    codes = ", ".join(f"{count} × {code}" for code, count in sorted(answers.items()))
+    print(f"{_id(operation)}: {answers.total()} requests: {codes}")
