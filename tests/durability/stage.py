@@ -29,7 +29,7 @@ from diloco_cli.core.ledger import Ledger  # noqa: E402
 from diloco_cli.server.journal import read_journal  # noqa: E402
 from diloco_cli.server.replay import Replayed, replay  # noqa: E402
 
-__all__ = ["Broken", "Cold", "Nursery", "Region", "Stage"]
+__all__ = ["DEADLINE", "Broken", "Cold", "Nursery", "Region", "Stage"]
 
 REGIONS = ["iowa", "oslo", "paris", "tokyo"]
 CHANGES: dict[str, Any] = {
@@ -170,9 +170,9 @@ class Stage:
         os.kill(self.server.pid, signal.SIGKILL)
         self.died()
 
-    def died(self) -> int:
+    def died(self, seconds: float = DEADLINE) -> int:
         """Waits until the server is gone; gives its exit code."""
-        self.wait(lambda: self.server is not None and self.server.code() is not None)
+        self.wait(lambda: self.server is not None and self.server.code() is not None, seconds)
         code = self.server.code() if self.server else None
         assert code is not None
         return code
