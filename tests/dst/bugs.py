@@ -25,6 +25,8 @@ from diloco_cli.server.state import State
 from diloco_cli.server.store import FolderStore
 from diloco_cli.server.weights import Weights
 
+from .setting import Setting, silenced
+
 Change = tuple[Any, str, Any]
 
 
@@ -34,8 +36,8 @@ class Bug:
     changes: Callable[[], list[Change]]
     swept: bool = False
     """It shows when the server dies at one certain step: looked for at every one."""
-    first: int = 0
-    """Where to begin to look: some show in one seed of thousands."""
+    setting: Callable[[int], Setting] | None = None
+    """Runs to look in, by their number; the seeds', when left out."""
 
 
 @contextmanager
@@ -246,7 +248,7 @@ BUGS: dict[str, Bug] = {
     ),
     "nobody-waited-for": Bug("a run is finished while regions hold work", _nobody_waited_for),
     "one-lease-waited": Bug(
-        "silence of one lease, not two, is enough", _one_lease_waited_for, first=5605
+        "silence of one lease, not two, is enough", _one_lease_waited_for, setting=silenced
     ),
     "old-weights-served": Bug("a version is served with the weights before", _old_version_served),
 }

@@ -137,6 +137,7 @@ class Play:
         outcome.count["versions"] = sum(
             record["kind"] == "published" for record in self.audit.records
         )
+        outcome.count["excused"] = len(self.audit.silence.excused)
         outcome.count["acknowledged"] = len(self.audit.acknowledged)
         outcome.count["fenced"] = sum(worker.count["fenced"] for worker in self.workers)
 
