@@ -204,11 +204,11 @@ def test_news_of_a_server_that_was_set_back_count_at_once(courier, counter):
     courier.start()
     counter.n = 50
     counter.tell(end=True)
-    counter.wait_for(lambda: courier.news.n == 51)
+    counter.wait_for(lambda: courier.mailbox.calls().n == 51)
     counter.n = 8
     counter.tell(end=False)
     courier.heard()
-    counter.wait_for(lambda: courier.news.n == 9)
+    counter.wait_for(lambda: courier.mailbox.calls().n == 9)
     assert not courier.mailbox.calls().end
 
 
