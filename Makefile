@@ -68,7 +68,7 @@ rehearse: install                ## every published table the simulator repeats,
 	done
 
 schema: install                  ## thousands of requests made up from /openapi.json
-	SCHEMA_EXAMPLES=400 $(BIN)/python -m pytest tests/security/test_schema.py
+	SCHEMA_EXAMPLES=400 $(BIN)/python -m pytest -rP tests/security/test_schema.py
 
 bench: install                   ## figures, each beside its limit from the same run
 	$(BIN)/diloco bench start

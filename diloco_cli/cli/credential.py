@@ -42,6 +42,12 @@ def for_region(spec: RunSpec, name: str, asked: Path | None) -> Identity:
     return identify(home, token=token, token_file=file)
 
 
+def forget_tokens(spec: RunSpec, name: str) -> None:
+    """Takes a worker's token out of the environment: its trainer would inherit it."""
+    for variable in ("DILOCO_TOKEN", spec.region(name).token_env):
+        os.environ.pop(variable or "", None)
+
+
 def for_asking(found: Target, asked: Path | None) -> Identity:
     """What somebody who asks for status, stops or pulls shows."""
     from diloco_cli.net.identity import identify

@@ -11,7 +11,7 @@ import typer
 
 from diloco_cli.cli import keep, visit
 from diloco_cli.cli.author import Overrides, SpecFile
-from diloco_cli.cli.credential import CertsOption, for_region
+from diloco_cli.cli.credential import CertsOption, for_region, forget_tokens
 
 if TYPE_CHECKING:
     from diloco_cli.spec.schema import RunSpec
@@ -135,6 +135,7 @@ def work(
     refuse_foreign(home)
     url = _server_of(server, home)
     identity = for_region(spec, name, certs)
+    forget_tokens(spec, name)
     terms = agent.Terms(shared_settings(spec), shared_digest(spec), resolve(spec).layout.digest)
     code = agent.work(
         spec,

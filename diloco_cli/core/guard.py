@@ -39,6 +39,9 @@ itself how many it made."""
 CLEAR = 5.0
 """Standard deviations of chance above which agreement means something."""
 
+NOT_FINITE = "not finite"
+"""Words in every refusal of a value that is none: the sender then begins its optimiser anew."""
+
 LARGEST = 1e15
 """No training moves one weight this far. Far enough from float32's limit (3e38) that sums
 and momentum of what passes stay finite, also before any usual norm is known."""
@@ -197,7 +200,7 @@ def _not_finite(delta: np.ndarray, fragment: Fragment) -> str:
         values = delta[piece.span]
         bad = sum(int(np.count_nonzero(~np.isfinite(values[span]))) for span in spans(values.size))
         if bad:
-            return f"{bad} of {values.size} values of {_called(piece)} are not finite"
+            return f"{bad} of {values.size} values of {_called(piece)} are {NOT_FINITE}"
     raise ValueError(f"fragment {fragment.number} has {fragment.size} values, not {delta.size}")
 
 

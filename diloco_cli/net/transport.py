@@ -88,7 +88,8 @@ class Retry:
         """Says how long to wait after so many failures; `chance` is within 0 and 1."""
         # Half of it random: regions that lost the server together must not return together.
         grown = min(self.most, self.first * 2 ** min(failures - 1, 60))
-        return max(min(asked, self.most_asked), grown * (0.5 + 0.5 * chance))
+        # Whoever is asked to wait waits a little longer, for the same reason.
+        return max(min(asked, self.most_asked) * (1 + 0.5 * chance), grown * (0.5 + 0.5 * chance))
 
 
 class Later(Exception):

@@ -172,6 +172,7 @@ def last_known(events: Iterable[Event]) -> dict[str, Any]:
         "loss": {},
         "wire": {},
         "regions": {},
+        "away": {},
     }
     served = 0.0
     states = {
@@ -189,6 +190,10 @@ def last_known(events: Iterable[Event]) -> dict[str, Any]:
         left = known["regions"].get(fields.get("region")) == "left"
         if event.kind in presence and "region" in fields and not (left and event.kind == "lapsed"):
             known["regions"][fields["region"]] = presence[event.kind]
+        if event.kind == "link-lost":
+            known["away"].setdefault(fields.get("region"), event.time)
+        elif event.kind in ("link-back", "trainer-started"):  # None starts without a server.
+            known["away"].pop(fields.get("region"), None)
         if event.kind == "server-started":
             known["url"] = fields.get("url")
             # What a crash kept from the log is in the journal, which the server has read.

@@ -127,6 +127,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("goodput", f"{percent(summary.get('goodput'))}{_of_what(summary)}"),
         ("wall time", seconds(summary.get("wall_seconds"))),
         *((str(name), told) for name, told in _fallen(summary)),
+        *((str(name), told) for name, told in _away(summary)),
     ]
 
 
@@ -146,6 +147,18 @@ def _fallen(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         for name, about in every
         if isinstance(about, Mapping) and about.get("failed")
     ]
+
+
+def _away(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Says since when regions on this host do not reach the server, which may be elsewhere."""
+    return [
+        (name, f"the server is out of reach since {_clock(when)}; it trains on and keeps its work")
+        for name, when in (summary.get("away") or {}).items()
+    ]
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 
 def _clause(sentence: Any) -> str:

@@ -221,7 +221,7 @@ class Conductor:
         number = result[0].number
         await state.commit.durable()
         reach("version.published")
-        await self._tidy(fragment, number, receipts)
+        await self._tidy_up(fragment, number, receipts)
 
     async def _install(
         self, fragment: int, version: Version, delta: bytes, *, began: Seconds
@@ -248,6 +248,18 @@ class Conductor:
         self._note_published(fragment, version, len(delta), now - began)
         state.wake.set()
         reach("version.recorded")
+
+    async def _tidy_up(self, fragment: int, version: int, receipts: tuple[Receipt, ...]) -> None:
+        """Tidies, however often the disk must be asked: nobody would before the next start."""
+        state = self.state
+        while True:
+            try:
+                return await self._tidy(fragment, version, receipts)
+            except DiskFull as error:
+                state.no_room("version", error)
+                if state.stopping or state.closed:
+                    return
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _tidy(self, fragment: int, version: int, receipts: tuple[Receipt, ...]) -> None:
         """Puts away what the new version was made of, and what nobody needs any more.

@@ -65,10 +65,11 @@ class Certificates:
     def keyring(self, run: str) -> Keyring:
         return Keyring(self.folder / FILE, run)
 
-    def seen(self) -> tuple[tuple[int, int, int], ...]:
+    def seen(self) -> tuple[tuple[int, ...], ...]:
         """What tells whether a file was replaced."""
         found = [path.stat() for path in self.listed]
-        return tuple((one.st_mtime_ns, one.st_ino, one.st_size) for one in found)
+        # Also its rights: a key that others could read is used once they no longer can.
+        return tuple((one.st_mtime_ns, one.st_ino, one.st_size, one.st_mode) for one in found)
 
 
 def refuse_open(taken: socket.socket, certificates: Certificates | None) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from diloco_cli.core import rounds
 from diloco_cli.core.fragments import Fragment
-from diloco_cli.core.guard import LARGEST, Norms, inspect, unusual
+from diloco_cli.core.guard import LARGEST, NOT_FINITE, Norms, inspect, unusual
 from diloco_cli.core.rounds import Accept, Receipt
 from diloco_cli.errors import WireError
 from diloco_cli.server.coordinator import Coordinator
@@ -277,7 +277,7 @@ def examine(
             return inspect(frame.values(), fragment, norms, **bounds), squares
     except NotFinite as error:
         where = _tensor_at(fragment, error.index)
-        return f"{where} has the value {error.value}, which is not finite", None
+        return f"{where} has the value {error.value}, which is {NOT_FINITE}", None
     except WireError as error:
         return error.message, None
     return unusual(length, norms, **bounds), squares

@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-import psutil
-
 SWEEP_SECONDS = 2.0
 STRANGER_SECONDS = 20.0
 MOST_STRANGERS = 256
 IDLE_SECONDS = 150.0
 """Longer than any wait for news, and than the silence between two signs of life of a stream."""
+
+ESTABLISHED = 1
+"""As the kernel's TCP_INFO says it."""
 
 Peer = tuple[str, int]
 
@@ -71,27 +72,41 @@ class Sweeper:
 
 
 def connections(port: int) -> Iterator[Connection]:
-    """Lists this process's connections to one of its ports."""
-    for found in psutil.Process().net_connections("tcp"):
-        mine = found.laddr and found.laddr.port == port and found.raddr
-        if mine and found.status == psutil.CONN_ESTABLISHED and found.fd >= 0:
-            yield Connection((found.raddr.ip, found.raddr.port), found.fd, _idle(found.fd))
+    """Lists this process's connections to one of its ports.
+
+    By its own handles: the system's list of all connections has those of everybody, and
+    reading it keeps the server from answering for as long as that takes.
+    """
+    for name in os.listdir("/dev/fd"):
+        # Not open any more, no socket, or one that only listens.
+        with suppress(OSError), _held(int(name)) as held:
+            if held.family in (socket.AF_INET, socket.AF_INET6):
+                peer, own = held.getpeername(), held.getsockname()
+                if own[1] == port and (idle := _idle(held)) is not None:
+                    yield Connection(peer[:2], int(name), idle)
 
 
 def cut(one: Connection) -> None:
     """Ends a connection, unless its handle is by now that of another."""
-    with suppress(OSError), socket.socket(fileno=os.dup(one.handle)) as held:
+    with suppress(OSError), _held(one.handle) as held:
         if held.getpeername()[:2] == one.peer:
             held.shutdown(socket.SHUT_RDWR)
 
 
-def _idle(handle: int) -> float:
+def _held(handle: int) -> socket.socket:
+    """The socket behind a handle, kept from becoming another one while it is looked at."""
+    copy = os.dup(handle)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+def _idle(held: socket.socket) -> float | None:
+    """Says for how long nothing came and nothing went; None when one side has ended it."""
     if sys.platform != "linux":
         return 0.0  # How long is not known there; strangers are cut all the same.
-    try:
-        with socket.socket(fileno=os.dup(handle)) as held:
-            info = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
-    except OSError:
-        return 0.0
+    info = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
     sent, received = struct.unpack_from("=I", info, 44)[0], struct.unpack_from("=I", info, 52)[0]
-    return min(sent, received) / 1000
+    return min(sent, received) / 1000 if info[0] == ESTABLISHED else None

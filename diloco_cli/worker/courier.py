@@ -109,11 +109,16 @@ class Courier:
         if b"progress" in words:
             self._bells["heartbeat"].ring()
 
-    def take(self, news: News) -> None:
-        """Puts news into the mailbox, once, and rings whoever it concerns."""
+    def take(self, news: News, *, known: int = -1) -> None:
+        """Puts news into the mailbox, once, and rings whoever it concerns.
+
+        `known` is the number of what we had heard when we asked. Older news than that come
+        from a server that was set back; others were overtaken on another connection.
+        """
         with self._lock:
-            if self.closed.is_set() or news.n < self.news.n:
-                return  # Overtaken by newer news on another connection.
+            overtaken = known <= news.n < self.news.n
+            if self.closed.is_set() or overtaken:
+                return
             self.news = news
             said = news.model_dump_json(include=set(News.model_fields) - {"fates"})
             changed = said != self._written
@@ -201,7 +206,8 @@ class Courier:
         self._on_change()
 
     def _heartbeat(self, server: Server) -> None:
-        self.take(server.heartbeat(self.region, self.report()))
+        known = self.news.n
+        self.take(server.heartbeat(self.region, self.report()), known=known)
         self.closed.wait(SHORTEST_GAP)
         bell = self._bells["heartbeat"]
         if bell.wait(self.news.lease_seconds / 4):

@@ -26,6 +26,7 @@ import jax
 
 from diloco_cli.core import delta
 from diloco_cli.core.fragments import piece_of
+from diloco_cli.core.guard import NOT_FINITE
 from diloco_cli.errors import WireError
 from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.resolved import FILE as RESOLVED
@@ -217,7 +218,7 @@ class Trainer:
     def _answered(self, number: int, fate: Fate) -> None:
         self.reporter.note(f"fragment {number}: the last frame was {fate.fate}: {fate.why}")
         own = not fate.why.startswith("in quarantine")  # That tells of an earlier one.
-        if fate.fate == "refused" and own and "not finite" in fate.why:
+        if fate.fate == "refused" and own and NOT_FINITE in fate.why:
             self.own.reset_optimizer()
         self.report()
 

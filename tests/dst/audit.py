@@ -23,6 +23,8 @@ from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import FragmentState
 from diloco_cli.wire.frame import Frame
 
+from .silence import Silence
+
 Shares = dict[int, float]
 """How much of each inner step is in something; 1 is all of it."""
 
@@ -42,8 +44,15 @@ class Posted:
 
 
 class Audit:
-    def __init__(self, recipe: Recipe, initial: Callable, trace: Callable[..., None]) -> None:
-        self.recipe, self.initial, self.trace = recipe, initial, trace
+    def __init__(
+        self,
+        recipe: Recipe,
+        initial: Callable,
+        trace: Callable[..., None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.recipe, self.initial, self.trace, self.clock = recipe, initial, trace, clock
+        self.silence = Silence(recipe.spec.server.lease)
         self.frames: dict[str, Posted] = {}
         self.steps = 0
         self.records: list[dict[str, Any]] = []
@@ -101,6 +110,8 @@ class Audit:
         books = worker.trainer.books
         if any(book.totals.refused for book in books):
             return  # What is held beside a refused frame is dropped with it.
+        if worker.region in self.silence.excused:
+            return  # It came back when the run had rightly been finished without it.
         for f, book in enumerate(books):
             lost = book.totals.trained - book.totals.applied
             self.must(lost == 0, f"{worker.name}: {lost} tokens of fragment {f} were not merged")
@@ -116,6 +127,10 @@ class Audit:
         if "json" not in reply.headers.get("content-type", "") or not reply.body:
             return
         said = json.loads(reply.body)
+        if status == 200 and path.endswith(("/join", "/heartbeat")):
+            self.silence.heard(path.split("/")[3], at=exchange.arrived)
+        elif status == 201 and "/contributions/" in path and "/parts" not in path:
+            self.silence.heard(path.split("/")[5], at=exchange.arrived)
         if "/contributions/" in path and "fate" in said and "/parts" not in path:
             self._told_fate(self._digest_of(exchange), said["fate"])
         elif status == 200 and "versions" in said and "fates" in said:
@@ -176,6 +191,7 @@ class Audit:
         folded = self._fold()
         self.must(folded == state.ledger, f"the ledger is not the fold of its {number} records")
         self._check_promises(folded)
+        self.silence.opened(now=self.clock())
         append = state.commit.append
 
         def appended(record: Mapping[str, Any]) -> int:
@@ -202,6 +218,7 @@ class Audit:
         if record["kind"] == "dropped":
             self.must("could not read" not in record["why"], f"payload lost: {record['why']}")
         self.records.append(record)
+        self.silence.recorded(record, now=self.clock())
         self.trace("record", number=number, what=record["kind"])
 
     def _published(self, fragment: int) -> list[dict[str, Any]]:

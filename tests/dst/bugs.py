@@ -20,9 +20,12 @@ from diloco_cli.server.commit import Commit
 from diloco_cli.server.conduct import Conductor
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.journal import Journal
+from diloco_cli.server.presence import Presences
 from diloco_cli.server.state import State
 from diloco_cli.server.store import FolderStore
 from diloco_cli.server.weights import Weights
+
+from .setting import Setting, silenced
 
 Change = tuple[Any, str, Any]
 
@@ -33,6 +36,8 @@ class Bug:
     changes: Callable[[], list[Change]]
     swept: bool = False
     """It shows when the server dies at one certain step: looked for at every one."""
+    setting: Callable[[int], Setting] | None = None
+    """Runs to look in, by their number; the seeds', when left out."""
 
 
 @contextmanager
@@ -198,6 +203,21 @@ def _old_version_served() -> list[Change]:
     return [(Weights, "install", install)]
 
 
+def _nobody_waited_for() -> list[Change]:
+    return [(Presences, "undrained", lambda self, *, since, now: [])]
+
+
+def _one_lease_waited_for() -> list[Change]:
+    def undrained(self: Any, *, since: float, now: float) -> list[str]:
+        return [
+            region
+            for region in self.not_drained()
+            if now < max(since, self.all[region].seen) + self.lease
+        ]
+
+    return [(Presences, "undrained", undrained)]
+
+
 BUGS: dict[str, Bug] = {
     "ack-before-journal": Bug("answers do not wait for the journal", _ack_before_journal),
     "journal-not-flushed": Bug("no fdatasync of the journal", _journal_not_flushed),
@@ -225,6 +245,10 @@ BUGS: dict[str, Bug] = {
     "full-disk-believed": Bug("records a full disk refused count as done", _half_record_left),
     "payload-not-counted": Bug(
         "the payload of a frame goes with its second copy", _payload_forgotten_when_sent_twice
+    ),
+    "nobody-waited-for": Bug("a run is finished while regions hold work", _nobody_waited_for),
+    "one-lease-waited": Bug(
+        "silence of one lease, not two, is enough", _one_lease_waited_for, setting=silenced
     ),
     "old-weights-served": Bug("a version is served with the weights before", _old_version_served),
 }

@@ -157,7 +157,7 @@ class Disk:
         number = os.fstat(handle).st_ino
         if self.failing and self.rng.random() < self.failing:
             self.count["EIO"] += 1
-            self.trace("disk", what="EIO", file=ours.name)
+            self.trace("disk", what="EIO", file=str(ours)[len(str(self.root)) + 1 :])
             if not ours.is_dir():
                 self._lose(number, _content(handle))
             raise OSError(errno.EIO, os.strerror(errno.EIO))

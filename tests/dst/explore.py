@@ -40,9 +40,10 @@ SHOWN = (
 
 
 def attempt(seed: int, bug: str | None = None) -> Outcome:
-    """Plays the run of a seed."""
+    """Plays the run of a seed, or the run of that number in which this defect is looked for."""
+    of = BUGS[bug].setting if bug else None
     with planted(bug):
-        return play(seed)
+        return play(seed, of(seed) if of else None)
 
 
 def at_step(step: int, bug: str | None = None) -> Outcome:
@@ -54,8 +55,9 @@ def at_step(step: int, bug: str | None = None) -> Outcome:
 
 def find(bug: str, patience: int = PATIENCE) -> Outcome | None:
     """The first run in which a planted defect shows."""
-    once = at_step if BUGS[bug].swept else attempt
-    runs = range(1, SWEPT) if BUGS[bug].swept else range(patience)
+    about = BUGS[bug]
+    once = at_step if about.swept else attempt
+    runs = range(1, SWEPT) if about.swept else range(patience)
     return next((found for each in runs if (found := once(each, bug)).problem), None)
 
 

@@ -120,6 +120,7 @@ class Exchange:
     ) -> None:
         self.network, self.who, self.answer = network, who, answer
         self.method, self.target, self.headers, self.body = method, target, headers, body
+        self.arrived = 0.0
         self._pieces = self._cut_up()
         self._left = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -137,6 +138,7 @@ class Exchange:
         network, host = self.network, self.network.host
         if network.is_parted(self.who) or host.app is None or host.life is None:
             return
+        self.arrived = network.loop.time()
         host.trace("asked", who=self.who, what=f"{self.method} {self.target}")
         self._life = host.life
         self._task = host.life.task(network.loop, self._serve(host.app))

@@ -78,7 +78,7 @@ class Play:
         )
         self.loop.slow, self.loop.sluggish = setting.slow, setting.sluggish
         self.recipe = recipe_of(setting.spec)
-        self.audit = Audit(self.recipe, initial, self.trace)
+        self.audit = Audit(self.recipe, initial, self.trace, self.loop.time)
         self.disk = Disk(root, self._chance("disk"), self.loop, self.trace)
         host = Host(self.loop, self.disk, self._chance("host"), self.recipe, self.trace, initial)
         host.deaths = setting.deaths
@@ -137,6 +137,7 @@ class Play:
         outcome.count["versions"] = sum(
             record["kind"] == "published" for record in self.audit.records
         )
+        outcome.count["excused"] = len(self.audit.silence.excused)
         outcome.count["acknowledged"] = len(self.audit.acknowledged)
         outcome.count["fenced"] = sum(worker.count["fenced"] for worker in self.workers)
 

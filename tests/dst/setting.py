@@ -93,6 +93,22 @@ def swept(step: int, *, power: bool, cut_after: float = 4.0) -> Setting:
     return setting
 
 
+def silenced(number: int) -> Setting:
+    """A small run without faults, but one region sleeps through its end, `number` s or more."""
+    rng = Random("silenced")
+    spec = _spec(rng, NAMES[:2])
+    alone = spec.sync.model_copy(update={"quorum": 1, "adopt": "rebase"})
+    setting = Setting(
+        number,
+        spec.model_copy(update={"sync": alone}),
+        speeds={"iowa": 0.3, "paris": 0.3},
+        starts={"iowa": 0.2, "paris": 0.3},
+        faults_end=200.0,
+    )
+    setting.blows = [Blow(3.0, "pause", "paris", float(number))]
+    return setting
+
+
 def _spec(rng: Random, names: tuple[str, ...]) -> RunSpec:
     every = rng.choice((2, 3, 4))
     adopt = rng.choice(("rebase", "rebase", "replace", "blend"))

@@ -11,7 +11,8 @@ import pytest
 from .bugs import BUGS
 from .explore import attempt, find, main
 from .play import play
-from .setting import swept
+from .setting import silenced, swept
+from .silence import Silence
 
 RUNS = 24
 
@@ -20,6 +21,7 @@ PATIENCE = 40
 
 QUICK = (
     "ack-before-journal",
+    "nobody-waited-for",
     "names-not-flushed",
     "payloads-dropped-early",
     "retries-forgotten",
@@ -71,3 +73,27 @@ def test_the_explorer_shows_every_step_of_a_run(capsys):
     said = capsys.readouterr().out
     assert "fsync file=server/journal" in said
     assert "1 of 1 runs, 0 broken" in said
+
+
+def test_a_region_that_sleeps_through_the_end_is_waited_for_two_leases_and_no_longer():
+    outcomes = [play(number, silenced(number)) for number in (12, 18, 24)]
+    assert not any(outcome.problem for outcome in outcomes)
+    assert {outcome.count["excused"] for outcome in outcomes} == {0, 1}
+    assert find("one-lease-waited")
+
+
+def test_only_silence_of_two_leases_after_the_end_excuses_a_region():
+    why = "every region but paris, not waited for, has given all it held"
+
+    def excused(heard: float, finished: float, why: str = why) -> set[str]:
+        silence = Silence(5.0)
+        silence.opened(now=1.0)
+        silence.heard("paris", at=heard)
+        silence.recorded({"kind": "end"}, now=20.0)
+        silence.recorded({"kind": "finished", "why": why}, now=finished)
+        return silence.excused
+
+    assert excused(heard=18.0, finished=30.0) == {"paris"}
+    assert excused(heard=18.0, finished=29.9) == set()
+    assert excused(heard=21.0, finished=30.5) == set()
+    assert excused(heard=18.0, finished=30.0, why="every region has given all it held") == set()

@@ -29,7 +29,7 @@ from diloco_cli.core.ledger import Ledger  # noqa: E402
 from diloco_cli.server.journal import read_journal  # noqa: E402
 from diloco_cli.server.replay import Replayed, replay  # noqa: E402
 
-__all__ = ["Broken", "Cold", "Nursery", "Region", "Stage"]
+__all__ = ["DEADLINE", "Broken", "Cold", "Nursery", "Region", "Stage"]
 
 REGIONS = ["iowa", "oslo", "paris", "tokyo"]
 CHANGES: dict[str, Any] = {
@@ -65,10 +65,11 @@ class Cold:
     """A server that was started like any program."""
 
     def __init__(self, folder: Path, changes: dict[str, Any]) -> None:
+        under = changes.pop("under", ())  # Another program that starts it in its own place.
+        script = str(RIG / "small_server.py")
         with open(folder / "log", "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(RIG / "small_server.py"), str(folder), json.dumps(changes)],
-                stderr=log,
+                [*under, sys.executable, script, str(folder), json.dumps(changes)], stderr=log
             )
         self.pid = self._process.pid
 
@@ -169,9 +170,9 @@ class Stage:
         os.kill(self.server.pid, signal.SIGKILL)
         self.died()
 
-    def died(self) -> int:
+    def died(self, seconds: float = DEADLINE) -> int:
         """Waits until the server is gone; gives its exit code."""
-        self.wait(lambda: self.server is not None and self.server.code() is not None)
+        self.wait(lambda: self.server is not None and self.server.code() is not None, seconds)
         code = self.server.code() if self.server else None
         assert code is not None
         return code

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diloco_cli.errors import DilocoError
+from diloco_cli.errors import DilocoError, LinkError
 from diloco_cli.net.client import Fenced, Server
 from diloco_cli.net.transport import Retry
 from diloco_cli.server.journal import read_journal
@@ -56,6 +56,11 @@ def test_a_full_disk_acknowledges_nothing_and_the_run_goes_on_when_there_is_room
                     file.write(bytes(4096))
             stage.wait(lambda: "Free some space" in json.dumps(status(url)))
             assert stage.server and stage.server.code() is None, "it waits, it does not die"
+            with Server(url, retry=Retry(tries=1)) as client:
+                late: Any = Region("paris", stage.recipe, client.run().run)
+                late.clock = 1000
+                with pytest.raises(LinkError, match="answered 507"):
+                    client.submit(0, "paris", 0, 1001, late.frame(0), epoch=1)
             ballast.unlink()
             stage.until_accepted(6)  # By itself.
             stage.kill()

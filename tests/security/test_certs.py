@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -154,4 +155,19 @@ def test_a_damaged_list_lets_nobody_in_and_sends_nobody_away(here: Path):
             ring.who(token)
         assert denied.value.status == 503
     path.write_bytes(good)
+    assert ring.who(token).role == "admin"
+
+
+def test_a_list_that_was_read_badly_once_is_read_again_though_the_file_is_the_same(here: Path):
+    path = here / "certs/tokens.json"
+    ring = Keyring(path, Office(here / "certs").entries()[0])
+    token = (here / "certs/admins/operator/token").read_text().strip()
+    good = path.read_bytes()
+    path.write_bytes(bytes(len(good)))
+    about = path.stat()
+    with pytest.raises(Denied):
+        ring.who(token)
+    # For all that can be seen from outside it is the file that could not be read.
+    path.write_bytes(good)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
     assert ring.who(token).role == "admin"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import ssl
 import subprocess
@@ -111,6 +112,18 @@ def test_files_that_cannot_be_used_leave_the_old_ones_in_place(running: Guarded)
     operator = identify(office.folder / "admins" / "operator")
     (office.folder / "server.pem").write_bytes(b"not a certificate")
     running.until("the new certificates are not used")
+    with client(running.url, operator) as asked:
+        assert asked.get("/v1/status").status_code == 200
+    (office.folder / "server.pem").unlink()  # As between two steps of somebody's script.
+    running.until("No such file")
+    told = running.said.count(CHANGED)
+    office.found("trial", ["localhost.example"], 30)
+    os.chmod(office.folder / "server.key", 0o644)
+    running.until("can be read by other users of this host")
+    assert running.said.count(CHANGED) == told
+    os.chmod(office.folder / "server.key", 0o600)
+    running.until(CHANGED, told + 1)
+    patiently(lambda: not refused_in_the_handshake(running.url, operator))
     with client(running.url, operator) as asked:
         assert asked.get("/v1/status").status_code == 200
 

@@ -1,11 +1,14 @@
 """schemathesis against /openapi.json: whatever is sent, no answer is the server's own fault.
 
-`make schema` sends many more than the few of `make test`.
+`make schema` sends many more than the few of `make test`, for a bounded time, and prints
+what was answered.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -20,8 +23,19 @@ from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, WIRE
 pytestmark = pytest.mark.live
 
 EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "12"))
+CHUNK = 50
+SECONDS = 40.0
+"""For each operation; no more chunks of its examples are begun then."""
 ENDLESS = {"events"}
 """Its answer has no end; tests of the stream read it."""
+
+KNOWN: tuple[dict[str, object] | None, ...] = (
+    {"region": "paris", "fragment": 0, "version": 0},
+    {"region": "paris", "fragment": 1},
+    {"region": "paris"},
+    None,
+)
+"""Names in the path that exist; the rest of a request is made up."""
 
 ROLES = {"upload": ("upload", "paris"), "read": ("read", "looker"), "admin": ("admin", "chief")}
 
@@ -46,21 +60,23 @@ def test_no_answer_is_the_servers_own_fault(guarded: Guarded, operation: Any):
         run = asked.get("/v1/run").json()["run"]
     session = requests.Session()
     session.trust_env = False
+    answers: Counter[int] = Counter()
+    until = time.monotonic() + SECONDS
     named = {RUN_HEADER: run, WIRE_HEADER: str(WIRE_VERSION), EPOCH_HEADER: "1"}
 
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=min(EXAMPLES, CHUNK),
         deadline=None,
         database=None,
         derandomize=EXAMPLES < 100,
         suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
     )
-    @given(case=operation.as_strategy(), known=strategies.booleans())
-    def ask(case: Any, known: bool) -> None:
+    @given(known=strategies.sampled_from(KNOWN), case=operation.as_strategy())
+    def ask(known: dict[str, object] | None, case: Any) -> None:
         if known:  # Past the door, or every guess would end there.
             case.headers = {**(case.headers or {}), **named}
-            if "region" in (case.path_parameters or {}):
-                case.path_parameters["region"] = "paris"
+            there = {key: known[key] for key in known if key in (case.path_parameters or {})}
+            case.path_parameters = {**(case.path_parameters or {}), **there}
         case.query = {**(case.query or {}), "wait": "0"}
         answer = case.call(
             base_url=guarded.url,
@@ -70,10 +86,15 @@ def test_no_answer_is_the_servers_own_fault(guarded: Guarded, operation: Any):
             cert=(str(identity.certificate), str(identity.key)),
             timeout=30,
         )
+        answers[answer.status_code] += 1
         assert answer.status_code < 500, answer.text
         if answer.status_code >= 400 and case.method != "HEAD":
             assert set(answer.json()["error"]) >= {"code", "message", "hint"}
 
     with session:
-        ask()
-    assert guarded.child.poll() is None
+        for _ in range(-(-EXAMPLES // CHUNK)):
+            if time.monotonic() < until:
+                ask()
+    assert guarded.child.poll() is None and answers.total()
+    codes = ", ".join(f"{count} × {code}" for code, count in sorted(answers.items()))
+    print(f"{_id(operation)}: {answers.total()} requests: {codes}")

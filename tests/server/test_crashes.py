@@ -354,3 +354,29 @@ async def test_a_full_disk_decides_nothing_and_the_run_goes_on_when_there_is_roo
     assert (await bench.send("paris", data=frame)).decision.fate == "pending"  # type: ignore[union-attr]
     bench.restart()
     assert set(bench.state.ledger.slots[0].waiting) == {"paris"}
+
+
+@in_a_loop
+async def test_what_a_full_disk_kept_from_being_filed_is_filed_when_there_is_room(
+    tmp_path, monkeypatch
+):
+    from diloco_cli.server import conduct
+    from diloco_cli.server.durable import DiskFull
+
+    monkeypatch.setattr(conduct, "RETRY_SECONDS", 0.01)
+    bench = Bench(tmp_path)
+    await bench.join()
+    store, left = bench.state.store, 3
+    file_members = store.file_members
+
+    def full(*about: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left > 0:
+            raise DiskFull("no room")
+        file_members(*about)
+
+    monkeypatch.setattr(store, "file_members", full)
+    await bench.round()
+    assert bench.versions[0] == 1 and left == 0
+    assert len(store.members(0, 1)) == 3 and not store.payloads()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
 from rig import Bench, close_server, in_a_loop, kill_server, open_server
 
+from diloco_cli.server import intake
 from diloco_cli.server.app import make_app
 from diloco_cli.server.durable import DiskFull
 from diloco_cli.wire.frame import open_frame
@@ -59,6 +63,23 @@ class Sender:
     async def complete(self, epoch: int = 1) -> httpx.Response:
         headers = {EPOCH_HEADER: str(epoch), PARTS_HEADER: self.frame}
         return await self.client.put(self.path, headers=headers)
+
+
+@contextmanager
+def held_up() -> Iterator[None]:
+    """Keeps the server from deciding on any frame, as a long queue of them does."""
+    go = threading.Event()
+    opened = intake.open_frame
+
+    def wait(data: Any) -> Any:
+        go.wait(30)
+        return opened(data)
+
+    with patch.object(intake, "open_frame", wait):
+        try:
+            yield
+        finally:
+            go.set()
 
 
 def drafts(folder: Path) -> list[str]:
@@ -341,3 +362,36 @@ async def test_what_nobody_goes_on_with_makes_room_for_others(tmp_path):
         os.utime(data, (1, 1))
         await Sender(client, bench.regions["paris"].frame(0)).part(0, 100)
         assert not data.exists() and (await gone.have())["have"] == []
+
+
+@in_a_loop
+async def test_two_who_drop_the_same_forgotten_frames_do_not_stumble_over_each_other(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        for fragment in (0, 1):
+            await Sender(client, bench.regions["tokyo"].frame(fragment)).part(0, 100)
+        left = list((tmp_path / "server" / "parts").glob("*.bytes"))
+        assert len(left) == 2
+        for data in left:
+            os.utime(data, (1, 1))
+        others = [Sender(client, bench.regions[name].frame(0)) for name in ("paris", "iowa")]
+        answers = await asyncio.gather(*(other.part(0, 100) for other in others))
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert not any(data.exists() for data in left)
+
+
+@in_a_loop
+async def test_a_late_copy_of_a_part_begins_nothing_while_its_frame_is_decided(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        size = len(sender.data)
+        await sender.part(0, size)
+        with held_up():
+            deciding = asyncio.create_task(sender.complete())
+            while not (await sender.have())["decided"]:
+                await asyncio.sleep(0)
+            late = await sender.part(0, 100)
+            assert late.status_code == 200 and late.json()["have"] == [[0, size]]
+            assert drafts(tmp_path) == [".bytes", ".have"], "the one that is being decided"
+        assert (await deciding).status_code == 201
+        assert (await sender.part(0, 100)).json()["have"] == [[0, size]]
+        assert drafts(tmp_path) == []

@@ -196,6 +196,20 @@ def test_older_news_does_not_overwrite_newer(courier, counter):
     courier.take(Joined.model_validate({**counter.news(), "epoch": 1, "high": 5}))
     courier.take(old)
     assert courier.mailbox.calls().end
+    courier.take(old, known=old.n)  # Asked for before the newer news came.
+    assert courier.mailbox.calls().end
+
+
+def test_news_of_a_server_that_was_set_back_count_at_once(courier, counter):
+    courier.start()
+    counter.n = 50
+    counter.tell(end=True)
+    counter.wait_for(lambda: courier.mailbox.calls().n == 51)
+    counter.n = 8
+    counter.tell(end=False)
+    courier.heard()
+    counter.wait_for(lambda: courier.mailbox.calls().n == 9)
+    assert not courier.mailbox.calls().end
 
 
 def test_a_server_that_is_away_is_mentioned_once_and_everything_is_sent_later(

@@ -1,0 +1,120 @@
+"""A server that is away for long, one that comes back older, and a region that is sent away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from processes import Live  # pyright: ignore[reportMissingImports]
+
+from diloco_cli.net.identity import identify
+from diloco_cli.server.issuing import Office
+
+pytestmark = pytest.mark.live
+
+
+def diloco(*arguments: Any) -> tuple[int, str, str]:
+    """Runs the command as a person would."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("DILOCO_")}
+    argv = [sys.executable, "-m", "diloco_cli", *map(str, arguments)]
+    ended = subprocess.run(argv, env=clean, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in ended.stderr
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def held(run: Live) -> float:
+    """Steps of work that the trainer holds, all fragments together."""
+    return sum(each["steps"] for each in run.progress("paris").get("fragments", ()))
+
+
+def outbox(run: Live) -> list[Path]:
+    return list((run.folder / "regions" / "paris" / "outbox").glob("*.frame"))
+
+
+def test_a_server_long_away_and_one_that_comes_back_older(live):
+    run = live({"name": "paris"})
+    server, agent = run.serve(), run.work("paris")
+    run.wait_for(lambda: run.status()["outer_steps"] >= 2, server, agent)
+    os.kill(server.pid, signal.SIGKILL)
+    run.exit_code(server)
+    old = shutil.copytree(run.folder / "server", run.folder.parent / "copy")
+
+    # Away: the region trains on and holds what it has; what it wants to send does not pile up.
+    step = run.progress("paris")["step"]
+    run.wait_for(lambda: run.progress("paris")["step"] > step + 200, agent)
+    before = held(run)
+    run.wait_for(lambda: held(run) > before + 100, agent)
+    assert len(outbox(run)) <= 2, "one frame for each fragment"
+    code, printed, said = diloco("status", run.folder)
+    assert code == 4 and "the server is out of reach since 2" in printed, (printed, said)
+
+    # Back: what was trained meanwhile is merged.
+    server = run.serve()
+    seen = run.status()["outer_steps"]
+    run.wait_for(lambda: run.status()["outer_steps"] >= seen + 4, server, agent)
+    run.wait_for(lambda: held(run) < before, server, agent)
+    assert "out of reach" not in diloco("status", run.folder)[1]
+
+    # Back once more, from an old copy: nobody trains on from there as if nothing had been.
+    server.kill()
+    run.exit_code(server)
+    shutil.rmtree(run.folder / "server")
+    shutil.move(old, run.folder / "server")
+    server = run.serve()
+    assert run.exit_code(agent) == 5
+    assert "is the newest version here" in agent.last_words()
+    assert "Restore the newest copy" in agent.last_words()
+    assert run.trainers() == []
+    # Started again, it says the same.
+    again = run.work("paris")
+    assert run.exit_code(again) == 5
+    assert "restored from an older copy" in again.last_words()
+
+
+def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monkeypatch):
+    office = Office(tmp_path / "certs")
+    office.found("tiny", [], 30)
+    office.issue("upload", "paris", 30, renew=False)
+    run = live({"name": "paris"}, server={"lease": 3.0, "certs": str(office.folder)})
+    operator = office.folder / "admins" / "operator"
+    run.identity = identify(operator)
+    server = run.serve()
+    monkeypatch.setenv("DILOCO_TOKEN", (office.folder / "regions/paris/token").read_text())
+    agent = run.work("paris")
+    run.wait_for(lambda: run.status()["outer_steps"] >= 1, server, agent)
+    url = run.address["url"]
+    [trainer] = run.trainers()
+    assert "DILOCO_TOKEN" not in trainer.environ(), "who trains needs no key to the server"
+
+    # People, with the credential beside the run, with one of their own, and without.
+    code, printed, _ = diloco("status", run.folder)
+    assert code == 0 and "paris" in printed
+    code, printed, _ = diloco("status", url, "--certs", operator)
+    assert code == 0 and "paris" in printed
+    code, printed, said = diloco("status", url)
+    assert code in (2, 4) and not printed and "hint:" in said
+    weights = tmp_path / "weights.safetensors"
+    code, _, said = diloco("pull", url, "--certs", operator, "--out", weights)
+    assert code == 0 and weights.stat().st_size > 1000, said
+    code, _, said = diloco("stop", url, "--certs", office.folder / "regions" / "paris")
+    assert code == 2 and "stop" in said, said
+    shown = run.identity
+    with httpx.Client(verify=shown.context(), headers=shown.headers, trust_env=False) as client:
+        assert "diloco_" in client.get(f"{url}/metrics").text
+
+    # The region, revoked while it trains: it ends, says why, and leaves nobody behind.
+    office.revoke("upload", "paris")
+    assert run.exit_code(agent) == 2
+    assert "revoked" in agent.last_words() and "hint:" in agent.last_words()
+    assert run.trainers() == []
+
+    code, _, said = diloco("stop", url, "--certs", operator)
+    assert code == 0 and "has stopped" in said
+    assert run.exit_code(server) == 0
