@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -28,7 +29,7 @@ def sections(section: type[BaseModel], path: str = "") -> list[tuple[str, type[B
     found = [(path, section)]
     for name, field in section.model_fields.items():
         if inner := reference._inner(field.annotation):
-            listed = "" if inner is field.annotation else "[]"
+            listed = "[]" if get_origin(field.annotation) is tuple else ""
             found += sections(inner, f"{path}.{name}{listed}".strip("."))
     return found
 

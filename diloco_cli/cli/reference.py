@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -194,7 +194,7 @@ def _section(section: type[BaseModel], path: str) -> Iterator[str]:
         yield f"| `{path}.{key.name}` |{_cells(key)}" if path else f"| `{key.name}` |{_cells(key)}"
     for name, field in section.model_fields.items():
         if inner := _inner(field.annotation):
-            is_list = inner is not field.annotation
+            is_list = get_origin(field.annotation) is tuple
             yield from _section(inner, f"{path}.{name}".strip(".") + ("[]" if is_list else ""))
 
 

@@ -198,11 +198,11 @@ class LocalRun:
             self._server_must_go_on()
             if self._all_over(fresh):
                 return 0
-            if self.plan.goal and self._goal_reached(self.plan.goal):
-                self._why = f"reached --until {self.plan.goal}"
-                self._wind_down(signals, f"{self._why}; stopping")
+            if why := self._reason_to_stop(fresh):
+                self._why = why
+                self._wind_down(signals, f"{why}; stopping")
                 return signals.exit_code if signals.count else 0
-            signals.pause(self._poll)
+            signals.pause(self._until_next_look())
 
     def _all_over(self, fresh: dict[str, Any] | None) -> bool:
         """Says whether the run ended as it should; raises when it can never end."""
@@ -242,8 +242,15 @@ class LocalRun:
         if self._server.state == "gone":
             raise error_like(self._server.code or 1, "the server", self._server.why)
 
-    def _goal_reached(self, goal: Goal) -> bool:
-        return goal.reached(self.status, seconds=time.monotonic() - self._began)
+    def _reason_to_stop(self, fresh: dict[str, Any] | None) -> str:
+        """Says why the run is over before its budget; empty while it is not."""
+        goal, seconds = self.plan.goal, time.monotonic() - self._began
+        return (
+            f"reached --until {goal}" if goal and goal.reached(self.status, seconds=seconds) else ""
+        )
+
+    def _until_next_look(self) -> float:
+        return self._poll
 
     def _state(self) -> str:
         """Says the run's state from the newest source: the server, or what it wrote last."""

@@ -6,7 +6,8 @@
       done    gone ◀── a failure that another start cannot cure, or too many in a row
 
 `tend` is called again and again with the time; it never waits. Once `retire`d, a process
-is let go however it ends.
+is let go however it ends. One that was `send_away` is started again when its time is over,
+however it ended, and nobody counts that as a failure.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Keeper:
         self.incurable = incurable
         self._retired = False
         self._moving = False
+        self._back_at: float | None = None
         self._failures = 0
         self._since = 0.0
         self._again_at = 0.0
@@ -99,6 +101,17 @@ class Keeper:
             self._moving = True
             self.handle.ask()
 
+    def send_away(self, *, until: float, kill: bool) -> None:
+        """Kills the process or asks it to leave, and starts it again at that time."""
+        if self.state == "running" and self.handle:
+            self._back_at = until
+            self.handle.kill() if kill else self.handle.ask()
+
+    def call_back(self) -> None:
+        """Lets the next `tend` start what is away or waits, whatever its time."""
+        self._again_at = 0.0
+        self._back_at = 0.0 if self._back_at is not None else None
+
     def tend(self, *, now: float) -> Change | None:
         """Does what is due and says what changed."""
         if self.state == "waiting" and now >= self._again_at:
@@ -121,6 +134,8 @@ class Keeper:
         if self._moving and not self._retired:
             self._moving = False
             return self._again(now)
+        if self._back_at is not None and not self._retired:
+            return self._goes_away(self._back_at, now)
         if code in LEFT or self._retired:
             self.state = "done"
             return Change(self.role.name, "left", code, restarts=self.restarts)
@@ -134,6 +149,12 @@ class Keeper:
         delay = self._patience.delay(self._failures)
         self.state, self._again_at = "waiting", now + delay
         return Change(self.role.name, "died", code, self.why, delay, self.restarts)
+
+    def _goes_away(self, until: float, now: float) -> Change:
+        self.state, self._again_at, self._back_at = "waiting", until, None
+        self.why = "sent away on purpose"
+        delay = max(0.0, until - now)
+        return Change(self.role.name, "died", self.code, self.why, delay, self.restarts)
 
 
 def how_it_ended(code: int) -> str:

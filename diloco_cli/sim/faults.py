@@ -16,18 +16,18 @@ import json
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from diloco_cli.errors import SpecError
 from diloco_cli.registry import nearest
+from diloco_cli.sim.network import parse_link
+from diloco_cli.spec.chaos import LASTING, Kind
+from diloco_cli.spec.schema import ChaosSpec, FaultSpec
 
 Seconds = float
-Kind = Literal["kill-trainer", "kill-region", "kill-server", "cut", "slow"]
 KINDS = get_args(Kind)
-LASTING = ("cut", "slow")
-"""Kinds that end by themselves and so need a duration."""
 EXAMPLE = '{"faults": [{"time": 12.5, "kind": "kill-trainer", "region": "paris"}]}'
 
 
@@ -36,10 +36,15 @@ class Fault:
     """One thing that goes wrong.
 
     kill-trainer   the training process dies; its agent keeps the lease and starts it again
+    kill-agent     the agent dies; whoever supervises it starts it again
     kill-region    the whole host dies; the lease lapses
     kill-server    the server dies; regions train on
-    cut            nothing passes between the region and the server
+    pause          the region stands still and forgets nothing
     slow           inner steps take `factor` times as long
+    leave          the region says goodbye, and joins again
+    cut            nothing passes between the region and the server
+    narrow         the region's link becomes `link`
+    reset          every connection of the region breaks
     """
 
     time: Seconds
@@ -49,6 +54,7 @@ class Fault:
     duration: Seconds | None = None
     """None: as long as it takes to come back."""
     factor: float = 1.0
+    link: str = ""
 
     def as_record(self) -> dict[str, Any]:
         record: dict[str, Any] = {"time": self.time, "kind": self.kind}
@@ -58,6 +64,8 @@ class Fault:
             record["duration"] = self.duration
         if self.kind == "slow":
             record["factor"] = self.factor
+        if self.link:
+            record["link"] = self.link
         return record
 
 
@@ -85,7 +93,7 @@ def drawn(
     regions: Sequence[str],
     *,
     until: Seconds,
-    seed: int,
+    seed: int | str,
     kind: Kind = "kill-trainer",
     duration: Seconds | None = None,
 ) -> list[Fault]:
@@ -100,6 +108,42 @@ def drawn(
             found.append(Fault(now, kind, region, duration))
             now += law.draw(chance)
     return in_order(found)
+
+
+def planned(chaos: ChaosSpec, regions: Sequence[str]) -> list[Fault]:
+    """Draws the whole schedule of a spec; each of its entries has streams of its own."""
+    found: list[Fault] = []
+    for number, entry in enumerate(chaos.faults):
+        seed = f"{chaos.seed}.{number}"
+        at_random = entry.per_hour is not None
+        found += _drawn(entry, regions, chaos.seconds, seed) if at_random else []
+        found += [] if at_random else _periodic(entry, regions, chaos.seconds, seed)
+    return in_order(found)
+
+
+def _drawn(entry: FaultSpec, regions: Sequence[str], until: Seconds, seed: str) -> Iterable[Fault]:
+    assert entry.per_hour is not None
+    struck = () if entry.kind == "kill-server" else (entry.region,) if entry.region else regions
+    law = Law(3600.0 * max(1, len(struck)) / entry.per_hour, entry.shape or 1.0)
+    for fault in drawn(law, struck, until=until, seed=seed, kind=entry.kind):
+        yield _like(entry, fault.time, fault.region)
+
+
+def _periodic(
+    entry: FaultSpec, regions: Sequence[str], until: Seconds, seed: str
+) -> Iterable[Fault]:
+    chance = random.Random(f"{seed} {entry.kind}")
+    now = entry.every if entry.at is None else entry.at
+    while now is not None and now < until:
+        region = entry.region or ("" if entry.kind == "kill-server" else chance.choice(regions))
+        yield _like(entry, now, region)
+        now = now + entry.every if entry.every else None
+
+
+def _like(entry: FaultSpec, time: Seconds, region: str) -> Fault:
+    # As it is read again from a file: numbers with more digits than that mean nothing.
+    time = round(time, 3)
+    return Fault(time, entry.kind, region, entry.duration, entry.factor or 1.0, entry.link or "")
 
 
 def in_order(faults: Iterable[Fault]) -> list[Fault]:
@@ -132,7 +176,7 @@ def load(file: Path, regions: Sequence[str]) -> list[Fault]:
 def _fault(record: Any, where: str, regions: Sequence[str]) -> Fault:
     if not isinstance(record, dict):
         raise SpecError(f"{where} is {record!r}, not a fault.", hint=f"Write {EXAMPLE}")
-    if unknown := set(record) - {"time", "kind", "region", "duration", "factor"}:
+    if unknown := set(record) - {f.name for f in fields(Fault)}:
         raise SpecError(f"{where} has keys nobody knows: {', '.join(sorted(unknown))}.")
     kind: Any = record.get("kind")
     if kind not in KINDS:
@@ -153,7 +197,12 @@ def _fault(record: Any, where: str, regions: Sequence[str]) -> Fault:
         raise SpecError(f"{where} does not say when it begins or how long it lasts.")
     if kind == "slow" and not numbers.get("factor", 1.0) > 0:
         raise SpecError(f"{where}: a factor of 0 would make steps that take no time.")
-    return Fault(kind=kind, region=region, **numbers)
+    link = str(record.get("link", ""))
+    if (kind == "narrow") != bool(link):
+        raise SpecError(f"{where}: a narrow needs a link, as in 1Mbit/200ms; nothing else does.")
+    if link:
+        parse_link(link)
+    return Fault(kind=kind, region=region, link=link, **numbers)
 
 
 def _number(value: Any, where: str) -> float:

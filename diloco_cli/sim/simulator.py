@@ -16,7 +16,7 @@ from dataclasses import replace
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.sim.agenda import Agenda
 from diloco_cli.sim.faults import Fault
-from diloco_cli.sim.network import Link
+from diloco_cli.sim.network import Link, parse_link
 from diloco_cli.sim.outcome import Outcome, Tally
 from diloco_cli.sim.region import Region
 from diloco_cli.sim.scenario import Scenario, Site
@@ -40,6 +40,7 @@ class Play:
         self.server.on_call, self.server.on_publish = self._called, self._published
         cut = _cuts(scenario)
         self.regions = {site.name: Region(cut(site), scenario) for site in scenario.sites}
+        self.links = {name: region.site.link for name, region in self.regions.items()}
         self.tally = Tally(scenario, training=len(self.regions))
         self.overlap = scenario.sync.overlap > 0
         for region in self.regions.values():
@@ -190,11 +191,17 @@ class Play:
         if fault.kind == "cut":  # In the link since the beginning.
             self.tally.faults += 1
             return
-        region = self.regions[fault.region]
-        if fault.kind == "slow":
+        region, ends = self.regions[fault.region], self.agenda.now + (fault.duration or 0.0)
+        if fault.kind in ("kill-agent", "reset"):  # The trainer does not notice, the link soon.
+            self.tally.faults += 1
+        elif fault.kind == "slow":
             self.tally.faults += 1
             region.paced(fault.factor, now=self.agenda.now)
-            self.agenda.at(self.agenda.now + (fault.duration or 0.0), self._recovers, region)
+            self.agenda.at(ends, self._recovers, region)
+        elif fault.kind == "narrow":
+            self.tally.faults += 1
+            self.agenda.at(ends, self._linked, region, self.links[region.name])
+            self._linked(region, parse_link(fault.link))
         elif region.training and not region.failing:
             # Chips that fail while their group is being rebuilt cost it nothing more.
             self.tally.faults += 1
@@ -206,11 +213,20 @@ class Play:
     def _recovers(self, region: Region) -> None:
         region.paced(1.0, now=self.agenda.now)
 
+    def _linked(self, region: Region, link: Link) -> None:
+        region.site = replace(region.site, link=replace(link, outages=region.site.link.outages))
+        region.up, region.down = (
+            region.up.over(region.site.upward),
+            region.down.over(region.site.link),
+        )
+
     def _dies(self, region: Region, fault: Fault) -> None:
         recovery, now = self.scenario.recovery, self.agenda.now
         was = region.training and not region.waiting
-        region.stop(recovery, now=now, keeps=recovery.at_boundary)
-        region.alive = fault.kind != "kill-region"
+        keeps = recovery.at_boundary or fault.kind in ("pause", "leave")
+        region.stop(recovery, now=now, keeps=keeps)
+        lapses = fault.kind == "pause" and (fault.duration or 0.0) > self.scenario.hub.lease
+        region.alive = fault.kind not in ("kill-region", "leave") and not lapses
         self.tally.counted(region, training=False, now=now, was=was)
         away = fault.duration
         if away is None:

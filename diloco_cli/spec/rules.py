@@ -277,13 +277,12 @@ def _the_rate_limit_is_a_rate(spec: RunSpec) -> Iterator[Fault]:
 
 
 def _reserved_keys_are_empty(spec: RunSpec) -> Iterator[Fault]:
-    for key in ("export", "chaos"):
-        if getattr(spec, key):
-            yield Fault(
-                (key,),
-                "is not available in this version; the key is reserved",
-                f"Remove {key} from the spec.",
-            )
+    if spec.export:
+        yield Fault(
+            ("export",),
+            "is not available in this version; the key is reserved",
+            "Remove export from the spec.",
+        )
     for number, region in enumerate(spec.regions):
         if region.devices not in (None, 1):
             yield Fault(

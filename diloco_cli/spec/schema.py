@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from diloco_cli.spec.chaos import Kind, disturbances
 from diloco_cli.spec.rules import Conflicts, Path, conflicts, rate_of
 
 
@@ -22,7 +23,7 @@ def _not_a_switch(value: Any) -> Any:
 
 
 def _as_written(value: Any) -> Any:
-    # A number without a unit is for `rules` to refuse, which says what is missing.
+    # A number without a unit is for the rules to refuse, which say what is missing.
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -32,6 +33,8 @@ Choice = dict[str, Any]
 Int = Annotated[int, BeforeValidator(_not_a_switch)]
 Float = Annotated[float, BeforeValidator(_not_a_switch)]
 PositiveInt = Annotated[Int, Field(ge=1)]
+Positive = Annotated[Float, Field(gt=0)]
+Written = Annotated[str | None, BeforeValidator(_as_written)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?$")]
 
 
@@ -156,7 +159,7 @@ class WireSpec(Section):
     zstd: Annotated[Int, Field(ge=1, le=19)] = 1
     """Compression level; 1 was measured to be as small as any."""
 
-    rate_limit: Annotated[str | None, BeforeValidator(_as_written)] = None
+    rate_limit: Written = None
     """The most that a region's uploads may take of its line, as in `50Mbit`; each region may
     have its own (`--set wire.rate_limit=…`). Without it they take what they get."""
 
@@ -208,6 +211,64 @@ class EvaluateSpec(Section):
     """Who evaluates; the first live region when left out."""
 
 
+class FaultSpec(Section):
+    """One thing that goes wrong, once, again and again, or at random."""
+
+    kind: Kind
+    """`kill-trainer`, `kill-agent`: that process dies; `kill-region`: both, as if the host had
+    died; `kill-server`; `pause`: the region stands still; `slow`: its steps take longer; `leave`:
+    it says goodbye and joins again; `cut`: nothing passes between it and the server; `narrow`: its
+    link becomes another; `reset`: its connections break."""
+
+    region: Name | None = None
+    """Whom it strikes; left out: any of them, drawn by the seed. The server needs none."""
+
+    per_hour: Positive | None = None
+    """At random, so often in an hour, of all regions it may strike together."""
+
+    shape: Positive | None = None
+    """per_hour: shape of the Weibull law; 1 (exponential) when left out, below it in clusters."""
+
+    at: Annotated[Float, Field(ge=0)] | None = None
+    """Once, after so many seconds; with `every` the first time."""
+
+    every: Positive | None = None
+    """Again and again, with so many seconds between two beginnings."""
+
+    duration: Positive | None = None
+    """Seconds it lasts. What was killed is otherwise back as soon as its supervisor can."""
+
+    factor: Annotated[Float, Field(gt=1)] | None = None
+    """slow: how many times as long a step takes."""
+
+    link: Written = None
+    """narrow: what the link becomes, as in `1Mbit/200ms`."""
+
+
+class ChaosSpec(Section):
+    """What goes wrong on purpose, under `diloco chaos`."""
+
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
+    """Everything drawn follows from it."""
+
+    seconds: Positive = 600.0
+    """How long it goes on, from the moment every region has made its first step."""
+
+    step_seconds: Positive | None = None
+    """The least a region's inner step takes, divided by its `speed`. Regions then have a pace of
+    their own, whatever the machine could spare, and the death of one speeds up no other."""
+
+    link: Written = None
+    """The link of every region to the server, emulated: rate and round trip, as in
+    `10Mbit/50ms`."""
+
+    links: dict[str, Annotated[str, BeforeValidator(_as_written)]] = {}
+    """Links of single regions, as in `{paris: 1Mbit/200ms}`."""
+
+    faults: tuple[FaultSpec, ...] = ()
+    """What goes wrong; nothing when left out, which is the run to compare with."""
+
+
 class RunSpec(Section):
     """One file that describes a whole run."""
 
@@ -256,15 +317,16 @@ class RunSpec(Section):
     export: dict[str, Any] | None = None
     """Reserved; must be empty in this version."""
 
-    chaos: dict[str, Any] | None = None
-    """Reserved; must be empty in this version."""
+    chaos: ChaosSpec | None = None
+    """What `diloco chaos` does to the run, and how fast its regions step; `run` has no use for
+    the faults."""
 
     plugins: tuple[str, ...] = ()
     """Python modules imported before kinds are resolved, so that they can register their own."""
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
-        if faults := conflicts(self):
+        if faults := [*conflicts(self), *disturbances(self)]:
             raise Conflicts(self, faults)
         return self
 

@@ -38,6 +38,7 @@ from diloco_cli.worker.mailbox import Fate, Identity, Mailbox
 from diloco_cli.worker.reporter import Reporter
 from diloco_cli.worker.standing import Place, stand
 from diloco_cli.worker.task import Task, prepare, set_up
+from diloco_cli.worker.tempo import tempo_of
 
 CHECKPOINT_SECONDS = 20.0
 CHECKPOINT_COST = 50.0
@@ -108,7 +109,8 @@ class Trainer:
         self.meter = self.reporter.meter
         self.compiled = self.ended = False
         self._loss: jax.Array | None = None
-        self._not_before = self._retry_at = 0.0
+        self.tempo = tempo_of(task, mailbox)
+        self._retry_at = 0.0
         self._saved_at, self._saving_cost = time.monotonic(), 0.0
         if standing.renamed:
             # Before anything is posted: a restart must not begin the books once more.
@@ -134,8 +136,8 @@ class Trainer:
                     return self._finish()
                 if why := self._waits_for():
                     self._wait(why)
-                elif (early := self._not_before - time.monotonic()) > 0:
-                    self.bell.wait(early)
+                elif (early := self.tempo.due - time.monotonic()) > 0:
+                    self.bell.wait(early)  # Mail is answered meanwhile, at the next boundary.
                 else:
                     self.inner_step()
         finally:
@@ -240,14 +242,12 @@ class Trainer:
         # The loss of the step before: asking for this one's would leave the device idle.
         # A region that is slowed down knows how long each step took.
         last, self._loss = self._loss, loss
-        speed = self.task.spec.region(self.task.region).speed
         if last is not None:
             self.meter.lost(float(last))
-        if speed < 1 or not self.compiled:
+        if self.tempo.measures or not self.compiled:
             loss.block_until_ready()
         now = time.monotonic()
-        if speed < 1 and self.compiled:
-            self._not_before = now + (now - began) * (1 / speed - 1)
+        self.tempo.stepped(began if self.compiled else now, now)
         if not self.compiled:
             self.compiled = True  # The first step was mostly compiling.
             gc.collect()
@@ -278,6 +278,7 @@ class Trainer:
     def _wait(self, why: str) -> None:
         self._catch_up()
         self.meter.paused()
+        self.tempo.paused()
         if why != self.reporter.why:
             self.reporter.why = why
             self.report()
