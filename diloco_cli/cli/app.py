@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_cli.cli import author, certs, doctor, operate, plan, rehearse, simulate
+from diloco_cli.cli import author, certs, chaos, doctor, operate, plan, rehearse, simulate
 from diloco_cli.cli.interpreter import refuse_old_python
 from diloco_cli.errors import DilocoError
 
@@ -62,6 +62,7 @@ operate.register(app)
 certs.register(app)
 rehearse.register(app)
 simulate.register(app)
+chaos.register(app)
 plan.register(app)
 doctor.register(app)
 

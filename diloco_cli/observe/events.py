@@ -90,6 +90,10 @@ KINDS: Mapping[str, Kind] = {
     "trainer-restarted": Kind("a region's trainer was started again", ("region", "restarts")),
     "link-lost": Kind("a region cannot reach the server and trains on", ("region", "url", "why")),
     "link-back": Kind("a region reaches the server again", ("region", "url", "silent_seconds")),
+    "fault": Kind(
+        "`diloco chaos` did something to the run, or had nobody to do it to",
+        ("fault", "region", "at", "duration", "why"),
+    ),
     "note": Kind("something worth a line for people", ("why", "region")),
 }
 

@@ -7,6 +7,7 @@
     calls.json         agent     the server's newest news; may be lost
     progress.json      trainer   how far it has come, for heartbeats; may be lost
     checkpoint         trainer   see `resume`
+    slow               chaos     how many times as long a step takes; there only while it does
     lock, trainer.lock           one agent and one trainer at a time
 
 Files are the truth. The pipes between the two processes only ring: what was missed is
@@ -35,6 +36,9 @@ from diloco_cli.disk import keep_bytes
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.wire.messages import News
+
+TRAINER_LOCK = "trainer.lock"
+SLOW = "slow"
 
 Stamp = tuple[int, int, int]
 """Changes whenever a file is replaced: inode, time, size."""

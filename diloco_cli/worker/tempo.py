@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco_cli.worker.mailbox import Mailbox
+from diloco_cli.worker.mailbox import SLOW, Mailbox
 from diloco_cli.worker.task import Task
-
-SLOW = "slow"
 
 
 class Tempo:

@@ -34,7 +34,7 @@ from diloco_cli.worker.bell import LAST_MOMENT, Bell, leave_on_signals, listen, 
 from diloco_cli.worker.desk import Desk, Draft
 from diloco_cli.worker.holdings import Holdings
 from diloco_cli.worker.inbox import LOOK_SECONDS, Inbox
-from diloco_cli.worker.mailbox import Fate, Identity, Mailbox
+from diloco_cli.worker.mailbox import TRAINER_LOCK, Fate, Identity, Mailbox
 from diloco_cli.worker.reporter import Reporter
 from diloco_cli.worker.standing import Place, stand
 from diloco_cli.worker.task import Task, prepare, set_up
@@ -47,7 +47,6 @@ RETRY_SECONDS = 5.0
 """Between two tries to write to a disk that refused."""
 PATIENCE = 5
 """Steps in a row without a finite loss before the unmerged work is given up."""
-TRAINER_LOCK = "trainer.lock"
 
 
 def train(spec: RunSpec, region: str, folder: Path, *, cores: Sequence[int] | None = None) -> int:
