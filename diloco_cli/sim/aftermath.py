@@ -7,6 +7,7 @@ sets, or from the record of such a run.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from diloco_cli.spec.schema import RunSpec
 
 Seconds = float
 PARTS = ("detect", "start", "compile", "fetch")
-HEALING = ("kill-trainer", "kill-agent", "kill-region")
+HEALING = ("kill-trainer", "kill-region")
 """Kinds after which a trainer has to begin anew."""
 
 
@@ -32,11 +33,19 @@ class Span:
     before: Mapping[str, Any]
     after: Mapping[str, Any]
 
-    def tokens(self, fate: str) -> float:
-        ends = [
-            (status.get("tokens") or {}).get(fate) or 0.0 for status in (self.after, self.before)
-        ]
-        return ends[0] - ends[1]
+    def trained(self) -> float:
+        return _of(self.after, "trained") - _of(self.before, "trained")
+
+    def applied(self) -> float:
+        """Tokens of this time alone: what was trained before it and applied within is left out,
+        and what is still pending at its end does not count."""
+        return (
+            _of(self.after, "applied") - _of(self.before, "applied") - _of(self.before, "pending")
+        )
+
+
+def _of(status: Mapping[str, Any], fate: str) -> float:
+    return (status.get("tokens") or {}).get(fate) or 0.0
 
 
 def fault_free_rate(spec: RunSpec) -> float | None:
@@ -59,8 +68,10 @@ def aftermath(
     """Everything of the record that can be read off a run that went through LocalRun."""
     seen = [event for event in events if event.time >= span.began]
     ends = span.began + span.seconds
-    faults = [_with_recovery(each, seen) for each in struck]
-    trained, applied = span.tokens("trained"), span.tokens("applied")
+    faults = [
+        _with_recovery(each, struck[number + 1 :], seen) for number, each in enumerate(struck)
+    ]
+    trained, applied = span.trained(), max(0.0, span.applied())
     fault_free = rate * span.seconds if rate else None
     goodputs = span.after.get("goodputs") or {}
     return {
@@ -70,6 +81,7 @@ def aftermath(
         "tokens": {
             "trained": round(trained, 1),
             "applied": round(applied, 1),
+            "pending": round(_of(span.after, "pending"), 1),
             "fault_free": fault_free and round(fault_free, 1),
         },
         "goodput": {
@@ -108,16 +120,20 @@ def loss_curve(events: Iterable[Event], span: Span) -> list[list[float]]:
     return curve
 
 
-def _with_recovery(struck: Struck, events: Sequence[Event]) -> dict[str, Any]:
-    """The fault as it was inflicted, and how its region came back."""
-    record = struck.as_record()
+def _with_recovery(
+    struck: Struck, later: Iterable[Struck], events: Sequence[Event]
+) -> dict[str, Any]:
+    """The fault as it was inflicted, and how its region came back, if it could in peace."""
+    record, region = struck.as_record(), struck.fault.region
     if struck.skipped or struck.fault.kind not in HEALING:
         return record
-    own = [
-        event
-        for event in events
-        if event.fields.get("region") == struck.fault.region and event.time >= struck.wall - 0.01
-    ]
+    until = min(
+        (each.wall for each in later if each.fault.region == region and not each.skipped),
+        default=math.inf,
+    )
+    # The log's clock has milliseconds.
+    since = struck.wall - 0.001
+    own = [e for e in events if e.fields.get("region") == region and since <= e.time <= until]
     step = next((event for event in own if event.kind == "first-step"), None)
     if step is None:
         return record

@@ -75,7 +75,8 @@ def _when(fault: FaultSpec, place: Path) -> Iterator[Fault]:
     if periodic == (fault.per_hour is not None):
         said = "says when twice" if periodic else "does not say when it happens"
         hint = "Give per_hour: 60, or every: 300, or at: 40; every and at go together."
-        yield Fault(place, f"({fault.kind}) {said}", hint)
+        keys = tuple((*place, key) for key in ("per_hour", "every", "at"))
+        yield Fault(place, f"({fault.kind}) {said}", hint, keys)
     if fault.shape is not None and fault.per_hour is None:
         said = "belongs to per_hour, which is not given, so it would have no effect"
         yield Fault((*place, "shape"), said, "Remove it, or give per_hour.")
@@ -91,7 +92,8 @@ def _how(fault: FaultSpec, place: Path) -> Iterator[Fault]:
         )
     if kind in LASTING and fault.duration is None:
         hint = "Give it a duration in seconds."
-        yield Fault(place, f"({kind}) does not say how long it lasts", hint)
+        said = f"({kind}) does not say how long it lasts"
+        yield Fault(place, said, hint, ((*place, "duration"),))
     if kind in PASSING and fault.duration is not None:
         yield Fault(
             (*place, "duration"),
@@ -104,7 +106,8 @@ def _how(fault: FaultSpec, place: Path) -> Iterator[Fault]:
             said = f"belongs to {only}, not to {kind}, so it would have no effect"
             yield Fault((*place, key), said, f"Remove {key}.")
         if kind == only and not given:
-            yield Fault(place, f"({kind}) needs a {key}", "factor: 4, or link: 1Mbit/200ms.")
+            hint = "For example factor: 4." if key == "factor" else LINK
+            yield Fault(place, f"({kind}) needs a {key}", hint, ((*place, key),))
     if fault.link is not None:
         yield from _link(fault.link, (*place, "link"))
 

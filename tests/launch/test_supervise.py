@@ -123,3 +123,32 @@ def test_exit_codes_have_words():
     assert how_it_ended(-signal.SIGSEGV) == "killed by SIGSEGV"
     assert "memory" in how_it_ended(-signal.SIGKILL)
     assert how_it_ended(-200) == "killed by signal 200"
+
+
+def test_what_is_sent_away_comes_back_when_its_time_is_over_and_is_no_failure(keeper_of):
+    keeper = keeper_of("import time; time.sleep(600)")
+    keeper.start(now=0)
+    for begin in (10, 20, 30):
+        keeper.send_away(until=begin + 5, kill=True)
+        assert next_change(keeper, begin + 1).delay == 4
+        assert keeper.tend(now=begin + 4.9) is None and not keeper.over
+        assert next_change(keeper, begin + 5).what == "restarted"
+    keeper.handle.kill()
+    assert next_change(keeper, 50).delay == 1
+
+
+def test_one_that_leaves_politely_comes_back_too(keeper_of):
+    keeper = keeper_of("import time; time.sleep(600)")
+    keeper.start(now=0)
+    keeper.send_away(until=100, kill=False)
+    assert next_change(keeper, 1).what == "died" and keeper.state == "waiting"
+    keeper.call_back()
+    assert next_change(keeper, 2).what == "restarted"
+
+
+def test_whoever_is_away_when_all_is_over_is_not_started_again(keeper_of):
+    keeper = keeper_of("import time; time.sleep(600)")
+    keeper.start(now=0)
+    keeper.send_away(until=100, kill=True)
+    keeper.retire()
+    assert next_change(keeper, 1).what == "left" and keeper.over
