@@ -179,9 +179,11 @@ class Storm:
 
     def _running(self, region: str) -> Keeper:
         keeper = self.stage.keeper(region)
-        if keeper is None or keeper.state != "running" or keeper.handle is None:
-            raise Nobody(f"the {'worker' if region else 'server'} is not running")
-        return keeper
+        handle = keeper.handle if keeper and keeper.state == "running" else None
+        # A keeper may not have looked since the last fault.
+        if keeper and handle and handle.exit_code() is None:
+            return keeper
+        raise Nobody(f"the {'worker' if region else 'server'} was not running")
 
     def _pid(self, region: str) -> int:
         handle = self._running(region).handle
