@@ -15,6 +15,7 @@ from typing import Any
 
 from diloco_cli.observe.events import Event
 from diloco_cli.sim.chaos import Struck
+from diloco_cli.spec.chaos import ON_LINKS
 from diloco_cli.spec.schema import RunSpec
 
 Seconds = float
@@ -127,10 +128,14 @@ def _with_recovery(
     record, region = struck.as_record(), struck.fault.region
     if struck.skipped or struck.fault.kind not in HEALING:
         return record
-    until = min(
-        (each.wall for each in later if each.fault.region == region and not each.skipped),
-        default=math.inf,
-    )
+    disturbing = [
+        each.wall
+        for each in later
+        if each.fault.region == region
+        and not each.skipped
+        and each.fault.kind not in (*ON_LINKS, "slow")
+    ]
+    until = min(disturbing, default=math.inf)
     # The log's clock has milliseconds.
     since = struck.wall - 0.001
     own = [e for e in events if e.fields.get("region") == region and since <= e.time <= until]
@@ -170,4 +175,6 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     ranked = sorted(values)
-    return ranked[min(len(ranked) - 1, max(0, -int(-share * len(ranked) // 1) - 1))]
+    # Rounded first: 0.95 × 20 is a hair above 19.
+    rank = math.ceil(round(share * len(ranked), 9))
+    return ranked[max(1, rank) - 1]

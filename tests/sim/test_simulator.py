@@ -54,6 +54,12 @@ def every_kind(seconds: float) -> list[Fault]:
         Fault(80.0, "cut", "r1", 60.0),
         Fault(200.0, "slow", "r2", 100.0, 3.0),
         Fault(300.0, "kill-server", duration=25.0),
+        Fault(310.0, "pause", "r0", 5.0),
+        Fault(330.0, "pause", "r0", 50.0),
+        Fault(350.0, "leave", "r3", 30.0),
+        Fault(400.0, "kill-agent", "r1"),
+        Fault(410.0, "narrow", "r1", 30.0, link="10Mbit/200ms"),
+        Fault(415.0, "reset", "r1"),
     ]
     return [*killed, *gone, *others]
 
@@ -215,3 +221,29 @@ def test_the_servers_own_line_is_shared():
 
 def test_a_budget_ends_it_early():
     assert simulate(scenario(budget=500_000.0)).seconds < 200.0
+
+
+def outcome(*faults: Fault, **more: Any) -> Outcome:
+    return simulate(scenario(2, faults=faults, **more))
+
+
+def test_a_pause_and_a_leave_cost_their_time_and_nothing_else():
+    calm = outcome()
+    for kind in ("pause", "leave"):
+        rough = outcome(Fault(100.0, kind, "r0", 60.0))  # pyright: ignore[reportArgumentType]
+        assert rough.faults == 1 and calm.goodput_time - rough.goodput_time == pytest.approx(
+            60 / 600 / 2, rel=0.1
+        )
+
+
+def test_a_killed_agent_and_broken_connections_cost_nothing():
+    faults = [Fault(100.0, "kill-agent", "r0"), Fault(200.0, "reset", "r1")]
+    assert outcome(*faults).goodput_tokens == outcome().goodput_tokens
+
+
+def test_a_narrow_link_holds_its_region_up_while_it_lasts():
+    def productive(*faults: Fault) -> float:
+        return outcome(*faults, sync={"overlap": 0}).goodput_time
+
+    narrow = [Fault(at, "narrow", "r0", 100.0, link="20Mbit/50ms") for at in (100.0, 300.0)]
+    assert productive(*narrow) < productive(narrow[0]) < 0.95 * productive()

@@ -1,0 +1,89 @@
+"""`diloco chaos` refuses what it cannot do before it starts anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diloco_cli.cli.app import main
+from diloco_cli.cli.chaos import Method, _load
+
+SPEC = """
+spec: 1
+name: tiny
+budget: {tokens: 100_000}
+model: {kind: decoder, layers: 1, width: 32, heads: 2}
+data: {kind: python-source}
+inner: {batch: 2, sequence: 32}
+regions: [{name: left}, {name: right}]
+sync: {fragments: 2, every: 4, overlap: 1}
+"""
+CHAOS = SPEC + "chaos: {faults: [{kind: kill-trainer, per_hour: 324}]}\n"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("calm.yaml").write_text(SPEC)
+    Path("rough.yaml").write_text(CHAOS)
+
+
+def refused(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["chaos", *arguments])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_spec_without_chaos_is_told_what_to_add(capsys):
+    assert "kind: kill-trainer" in refused(capsys, "calm.yaml")
+
+
+def test_a_folder_with_a_run_is_left_alone(capsys):
+    folder = Path("runs/tiny-decoupled")
+    folder.mkdir(parents=True)
+    (folder / "spec.resolved.yaml").write_text(SPEC)
+    (folder / "chaos.json").write_text("{}")
+    assert "--fresh" in refused(capsys, "rough.yaml")
+    assert (folder / "chaos.json").read_text() == "{}" and not (folder / "schedule.json").exists()
+
+
+@pytest.mark.parametrize(
+    "schedule, said",
+    [
+        ({"faults": [{"time": 1, "kind": "kill-trainer", "region": "rome"}]}, "rome"),
+        ({"faults": [{"time": 1, "kind": "narrow", "region": "left", "duration": 1}]}, "link"),
+        (
+            {"faults": [{"time": 1, "kind": "pause", "region": "left"}]},
+            "how long it lasts",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_be_inflicted_is_refused(capsys, schedule: dict, said: str):
+    Path("schedule.json").write_text(json.dumps(schedule))
+    assert said in refused(capsys, "rough.yaml", "--schedule", "schedule.json")
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"tokens": {"trained": 0}, "seconds": 3}'])
+def test_a_fault_free_record_has_to_be_one(capsys, text: str):
+    Path("record.json").write_text(text)
+    assert "no record" in refused(capsys, "rough.yaml", "--fault-free", "record.json")
+
+
+def test_a_link_that_only_looks_like_one_is_refused_before_the_start(capsys):
+    said = refused(capsys, "rough.yaml", "--set", "chaos.link=1Mbit/50ms/out=2s")
+    assert "out" in said or "time" in said
+    assert not Path("runs").exists()
+
+
+def test_methods_are_settings_of_the_same_run():
+    ways = {method: _load(Path("rough.yaml"), [], method).sync for method in Method}
+    assert ways[Method.decoupled].quorum == 1
+    lockstep, streaming = ways[Method.synchronous], ways[Method.streaming]
+    assert (lockstep.quorum, lockstep.overlap, lockstep.fragments) == (2, 0, 1)
+    assert (streaming.quorum, streaming.overlap, streaming.fragments) == (2, 1, 2)
+    assert {lockstep.grace.kind, streaming.grace.kind} == {"none"}
+    assert ways[Method.rigid] == ways[Method.elastic] == ways[Method.decoupled]
