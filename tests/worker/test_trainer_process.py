@@ -13,6 +13,7 @@ import pytest
 from stage import Stage, tiny_spec
 
 from diloco_cli.spec.resolved import write_resolved
+from diloco_cli.spec.schema import RunSpec
 from diloco_cli.worker import resume
 
 
@@ -108,3 +109,17 @@ def test_sigterm_means_checkpoint_and_leave_however_often_it_comes(start, tmp_pa
         process.child.send_signal(each)
     assert process.child.wait(60) == 0
     assert resume.load(stage.mailbox.checkpoint).clock == process.progress()["step"] >= 5
+
+
+def test_a_paced_trainer_answers_mail_and_leaves_between_two_steps(start, tmp_path):
+    calm = tiny_spec(tmp_path, every=2).model_dump(exclude_unset=True)
+    paced = RunSpec.model_validate({**calm, "chaos": {"step_seconds": 1000.0}})
+    stage = Stage(tmp_path, paced)
+    process = start(stage)
+    process.wait_for(lambda: process.progress()["step"] >= 1)
+    stage.tell({0: 0})
+    process.ring()
+    process.wait_for(lambda: stage.mailbox.frame(0) is not None)
+    assert stage.frame(0).header.clock == 1
+    process.child.send_signal(signal.SIGTERM)
+    assert process.child.wait(60) == 0 and process.progress()["step"] == 1
