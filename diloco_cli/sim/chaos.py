@@ -190,11 +190,13 @@ class Storm:
         assert handle is not None
         return handle.pid
 
-    def _kill_trainer(self, fault: Fault) -> None:
-        keeper = self.stage.keeper(fault.region)
+    def _trainer(self, region: str) -> int | None:
+        keeper = self.stage.keeper(region)
         agent = keeper.handle.pid if keeper and keeper.handle else None
-        pid = trainer_pid(self.stage.folder / "regions" / fault.region, agent)
-        if pid is None:
+        return trainer_pid(self.stage.folder / "regions" / region, agent)
+
+    def _kill_trainer(self, fault: Fault) -> None:
+        if (pid := self._trainer(fault.region)) is None:
             raise Nobody("there was no trainer at that moment")
         os.kill(pid, signal.SIGKILL)
 
@@ -203,24 +205,27 @@ class Storm:
 
     def _kill_process(self, fault: Fault) -> None:
         keeper = self._running(fault.region)
+        trainer = self._trainer(fault.region) if fault.region else None
         if fault.duration is not None:
             keeper.send_away(until=time.monotonic() + fault.duration, kill=True)
         elif keeper.handle is not None:
             keeper.handle.kill()
+        # One that an earlier agent started may not be in the group that was killed.
+        _signal(os.kill, trainer, signal.SIGKILL)
 
     def _leave(self, fault: Fault) -> None:
         until = time.monotonic() + (fault.duration or 0.0)
         self._running(fault.region).send_away(until=until, kill=False)
 
     def _pause(self, fault: Fault) -> Callable[[], None]:
-        group = self._pid(fault.region)  # Agent and trainer share a group that the agent leads.
-        os.killpg(group, signal.SIGSTOP)
+        group, trainer = self._pid(fault.region), self._trainer(fault.region)
 
-        def go_on() -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGCONT)
+        def both(number: int) -> None:
+            _signal(os.killpg, group, number)
+            _signal(os.kill, trainer, number)
 
-        return go_on
+        both(signal.SIGSTOP)
+        return lambda: both(signal.SIGCONT)
 
     def _slow(self, fault: Fault) -> Callable[[], None]:
         file = self.stage.folder / "regions" / fault.region / SLOW
@@ -257,6 +262,13 @@ _ACTS: Mapping[str, Callable[[Storm, Fault], Callable[[], None] | None]] = {
     "narrow": Storm._narrow,
     "reset": Storm._reset,
 }
+
+
+def _signal(send: Callable[[int, int], None], whom: int | None, number: int) -> None:
+    """Signals somebody who may be gone."""
+    if whom is not None:
+        with contextlib.suppress(ProcessLookupError):
+            send(whom, number)
 
 
 def trainer_pid(folder: Path, agent: int | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -188,6 +189,25 @@ def test_a_paused_region_stands_still_until_it_is_over_or_mended(stage: Stage):
     until(lambda: tokyo.status() == psutil.STATUS_STOPPED)
     rough.mend()
     until(lambda: tokyo.status() != psutil.STATUS_STOPPED)
+
+
+ELSEWHERE = [sys.executable, "-c", SLEEP, "trainer", "tokyo"]
+
+
+def test_a_trainer_that_an_earlier_agent_started_shares_its_regions_fate(stage: Stage):
+    with subprocess.Popen(ELSEWHERE, start_new_session=True) as child:
+        (stage.folder / "regions" / "tokyo" / "trainer.lock").write_text(f"{child.pid}\n")
+        until(lambda: trainer_pid(stage.folder / "regions" / "tokyo", None))
+        trainer = psutil.Process(child.pid)
+        rough = storm(stage, Fault(1, "pause", "tokyo", 1), Fault(3, "kill-region", "tokyo"))
+        rough.tend(1.0)
+        until(lambda: trainer.status() == psutil.STATUS_STOPPED)
+        rough.tend(2.0)
+        until(lambda: trainer.status() != psutil.STATUS_STOPPED)
+        rough.tend(3.0)
+        assert child.wait(30) == -9
+        agent = stage.keepers["tokyo"].handle
+        assert agent and agent.exit_code() == -9
 
 
 def test_a_slow_region_reads_so_in_its_folder_while_it_lasts(stage: Stage):
