@@ -74,7 +74,6 @@ def aftermath(
     ]
     trained, applied = span.trained(), max(0.0, span.applied())
     fault_free = rate * span.seconds if rate else None
-    goodputs = span.after.get("goodputs") or {}
     return {
         "seconds": round(span.seconds, 3),
         "regions": len(spec.regions),
@@ -86,7 +85,7 @@ def aftermath(
             "fault_free": fault_free and round(fault_free, 1),
         },
         "goodput": {
-            "time": goodputs.get("time") or (trained / fault_free if fault_free else None),
+            "time": trained / fault_free if fault_free else None,
             "tokens": applied / fault_free if fault_free else None,
             "participation": participation(spec, [e for e in seen if e.time <= ends]),
         },

@@ -9,6 +9,7 @@ import pytest
 
 from diloco_cli.cli.app import main
 from diloco_cli.cli.chaos import Method, _load
+from diloco_cli.spec.resolved import write_resolved
 
 SPEC = """
 spec: 1
@@ -43,10 +44,10 @@ def test_a_spec_without_chaos_is_told_what_to_add(capsys):
 
 def test_a_folder_with_a_run_is_left_alone(capsys):
     folder = Path("runs/tiny-decoupled")
-    folder.mkdir(parents=True)
-    (folder / "spec.resolved.yaml").write_text(SPEC)
+    write_resolved(_load(Path("rough.yaml"), [], Method.decoupled), folder)
     (folder / "chaos.json").write_text("{}")
-    assert "--fresh" in refused(capsys, "rough.yaml")
+    said = refused(capsys, "rough.yaml")
+    assert "holds a run already" in said and "--fresh" in said
     assert (folder / "chaos.json").read_text() == "{}" and not (folder / "schedule.json").exists()
 
 
