@@ -98,7 +98,7 @@ def rough_in(tmp_path):
 
 
 def test_a_schedule_is_inflicted_survived_and_can_be_inflicted_again(rough_in):
-    rough = rough_in(SECONDS=12, PAUSE=1)
+    rough = rough_in(SECONDS=9, PAUSE=1)
     assert rough.child.wait(200) == 0, (rough.place / "said").read_text()
     assert rough.left() == []
 
@@ -114,7 +114,7 @@ def test_a_schedule_is_inflicted_survived_and_can_be_inflicted_again(rough_in):
     assert {event.fields["region"] for event in deaths} == {"left"}
 
     assert summary["balanced"] and summary["state"] == "stopped"
-    assert (summary["tokens"]["applied"], record["seconds"]) > (0, 12)
+    assert summary["tokens"]["applied"] > 0 and record["seconds"] >= 9
     # However fast this machine is, nobody stepped faster than the pace; reports lag by 3 steps.
     assert record["tokens"]["fault_free"] == pytest.approx(2 * 128 / 0.1 * record["seconds"], 1e-3)
     assert record["tokens"]["trained"] <= record["tokens"]["fault_free"] + 2 * 128 * 12
