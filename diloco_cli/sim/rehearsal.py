@@ -59,7 +59,7 @@ def scenario_of(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
     """Gives the scenario, and in words what had to be assumed."""
     layout, said = resolve(spec).layout, []
     sites = tuple(_site(spec, region, layout.size, world) for region in spec.regions)
-    if reckoned := _reckoned(sites, world):
+    if reckoned := _reckoned(spec, sites, world):
         said.append(reckoned)
     if not world.links:
         said.append("links of any rate and no delay (give --link)")
@@ -93,9 +93,16 @@ def scenario_of(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
     return scenario, said
 
 
-def _reckoned(sites: Sequence[Site], world: World) -> str:
+def pace_of(spec: RunSpec) -> Seconds:
+    """The step that the spec's `chaos` imposes; 0 where it imposes none."""
+    return (spec.chaos.step_seconds if spec.chaos else None) or 0.0
+
+
+def _reckoned(spec: RunSpec, sites: Sequence[Site], world: World) -> str:
     """Says of whose steps nothing is known but their arithmetic."""
     unknown = [site for site in sites if site.name not in world.steps]
+    if world.step is None and world.flops is None and pace_of(spec):
+        return f"a step takes the {pace_of(spec):g} s of chaos.step_seconds, divided by the speed"
     if world.step is not None or not unknown:
         return ""
     return (
@@ -109,6 +116,8 @@ def _site(spec: RunSpec, region: RegionSpec, parameters: int, world: World) -> S
     inner = spec.inner_of(region.name)
     tokens = inner.batch * inner.sequence
     step = world.step or 6.0 * parameters * tokens / (world.flops or CORE_FLOPS)
+    if world.step is None and world.flops is None and pace_of(spec):
+        step = pace_of(spec)
     step = world.steps.get(region.name, step / region.speed)
     link = _link(region.name, world.links, [each.name for each in spec.regions])
     limit = spec.wire.bits_per_second or math.inf
