@@ -119,6 +119,15 @@ def recoveries(events: Iterable[Event]) -> list[dict[str, Any]]:
     return found
 
 
+def blocked_share(blocked: float, worked: float) -> float | None:
+    """Says which share of a trainer's time the exchange held up; None before its first steps.
+
+    `worked` are its seconds in steps, `blocked` those between steps that went into mail, new
+    versions and waiting for them.
+    """
+    return round(blocked / (blocked + worked), 5) if worked > 0 else None
+
+
 def staleness(published: Sequence[int], adopted: Sequence[int]) -> int:
     """Says how many versions the furthest fragment of a region is behind."""
     return max((max(0, new - old) for new, old in zip(published, adopted, strict=True)), default=0)
@@ -243,6 +252,7 @@ _REGION = (
     ("region_step", "step", "Inner steps made"),
     ("region_tokens_per_second", "tokens_per_second", "Training speed"),
     ("region_loss", "loss", "Training loss"),
+    ("region_blocked_ratio", "blocked", "Share of the training time that the exchange held up"),
     ("region_staleness", "staleness", "Versions the furthest fragment is behind"),
     ("region_share_ratio", "share", "Share of the merged weight"),
     ("region_last_merged_seconds", "last_merged_seconds", "Since the region was last merged"),

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from diloco_cli.observe.metrics import bits_per_parameter, goodput, goodputs, staleness
+from diloco_cli.observe.metrics import (
+    bits_per_parameter,
+    blocked_share,
+    goodput,
+    goodputs,
+    staleness,
+)
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.presence import Presence
 from diloco_cli.server.tally import Books
@@ -178,6 +184,7 @@ def _region(coordinator: Coordinator, name: str) -> dict[str, Any]:
         if merged_at is None
         else round(max(0.0, state.wall() - merged_at), 1),
         "restarts": said.restarts if said else None,
+        "blocked": blocked_share(said.blocked, said.worked) if said else None,
         "lost": round(tally.lost(name), 1),
         "refused": ledger.refused.get(name, 0),
         "mended": said.mended if said else 0,

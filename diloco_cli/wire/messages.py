@@ -203,6 +203,8 @@ class Heartbeat(Request):
     restarts: Count = 0
     worked: Seconds = 0.0
     """In inner steps, since the region began."""
+    blocked: Seconds = 0.0
+    """Between inner steps, by mail, new versions and waiting for them, since the region began."""
     lost: Amount = 0.0
     """Tokens trained and lost with a trainer that died, since the region began."""
     pace: Annotated[float, Field(strict=True, ge=0)] = 0.0

@@ -19,6 +19,8 @@ class Meter:
         """Steps in a row whose loss was not finite."""
         self.worked = 0.0
         """Seconds in steps; pauses and the first step, which compiles, are left out."""
+        self.blocked = 0.0
+        """Seconds between steps that went into the exchange: mail, new versions, waiting."""
         self._best = self._span = self._span_tokens = 0.0
         self._last_step: float | None = None
         self._since = now

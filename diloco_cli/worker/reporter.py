@@ -31,7 +31,7 @@ class Reporter:
         self.heldout: dict[str, Any] | None = (mailbox.progress() or {}).get("heldout")
         """The newest evaluation; a restarted trainer does not repeat it."""
         self._evaluated_at = sum(self.heldout["versions"]) if self.heldout else None
-        self._worked = self._lost = self._pace = self.newly_lost = 0.0
+        self._worked = self._blocked = self._lost = self._pace = self.newly_lost = 0.0
         # A spec that sets the pace has said how fast the region is when nothing is wrong.
         step = getattr(getattr(task.spec, "chaos", None), "step_seconds", None)
         self._paced = task.tokens * task.spec.region(task.region).speed / step if step else 0.0
@@ -45,8 +45,8 @@ class Reporter:
         It reported every few steps, so up to so many more may be lost than we know of.
         """
         before = self.mailbox.progress() or {}
-        self._worked, self._lost, self._pace = (
-            float(before.get(key) or 0.0) for key in ("worked", "lost", "pace")
+        self._worked, self._blocked, self._lost, self._pace = (
+            float(before.get(key) or 0.0) for key in ("worked", "blocked", "lost", "pace")
         )
         trained = (before.get("tokens") or {}).get("trained") or []
         sizes = [fragment.size for fragment in self.task.layout.fragments]
@@ -68,6 +68,7 @@ class Reporter:
             "tokens_per_second": self.meter.tokens_per_second,
             "step_seconds": self.meter.step_seconds,
             "worked": round(self._worked + self.meter.worked, 3),
+            "blocked": round(self._blocked + self.meter.blocked, 3),
             "lost": self._lost + self.newly_lost,
             "pace": self._paced or max(self._pace, self.meter.pace),
             "why": f"{self.why}; {self.trouble}" if self.trouble else self.why,

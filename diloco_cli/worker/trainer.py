@@ -160,6 +160,21 @@ class Trainer:
 
     def boundary(self) -> None:
         """Does all that may be done between two steps, in the order of the protocol."""
+        began = time.monotonic()
+        self._exchange()
+        self.meter.blocked += time.monotonic() - began
+        if self.inbox.news and (self.inbox.news.end or self.inbox.news.finished):
+            self._drain()
+        if self.meter.bad >= PATIENCE:
+            everything = set(range(self.sync.fragments))
+            self.give_up(f"the loss was not finite {self.meter.bad} times in a row", everything)
+        news = self.inbox.news
+        if news and news.evaluate and self.compiled and self.reporter.evaluation_is_due(self.own):
+            self.evaluate()
+        self._checkpoint_when_due()
+
+    def _exchange(self) -> None:
+        """Takes in what arrived and answers what is asked."""
         self._collect_drafts()
         if self.bell.rung() or self.inbox.is_due(now=time.monotonic()):
             self.inbox.look(self.desk)
@@ -170,15 +185,6 @@ class Trainer:
             self._answer_calls()
         self._adopt()
         self._answer_calls()
-        if self.inbox.news and (self.inbox.news.end or self.inbox.news.finished):
-            self._drain()
-        if self.meter.bad >= PATIENCE:
-            everything = set(range(self.sync.fragments))
-            self.give_up(f"the loss was not finite {self.meter.bad} times in a row", everything)
-        news = self.inbox.news
-        if news and news.evaluate and self.compiled and self.reporter.evaluation_is_due(self.own):
-            self.evaluate()
-        self._checkpoint_when_due()
 
     def _collect_drafts(self, *, wait: bool = False, retry: bool = True) -> None:
         for number, draft in enumerate(self.drafts):
@@ -304,7 +310,10 @@ class Trainer:
         if why != self.reporter.why:
             self.reporter.why = why
             self.report()
+        began = time.monotonic()
         self.bell.wait(LOOK_SECONDS)
+        if not self.ended:  # At the end everybody waits for the last versions.
+            self.meter.blocked += time.monotonic() - began
 
     def _catch_up(self) -> None:
         if self._loss is not None:
