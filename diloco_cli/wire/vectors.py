@@ -1,0 +1,53 @@
+"""Large vectors whose memory is used again.
+
+A version's vectors live until the next version takes their place, and that one has the same
+size. Memory that goes back to the system in between comes back cleared, page by page, which
+takes longer than the arithmetic that fills it.
+
+    fresh(size) ──▶ a vector, used like any other ──last reference gone──▶ spare ──▶ fresh(size)
+
+Nobody gives anything back by hand: memory is spare once no array, view or buffer of the vector
+is left, so whoever still reads an old version goes on reading that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import numpy as np
+
+SMALL = 1 << 18
+"""Values below which memory is had for nothing."""
+
+MOST_SPARE = 3
+"""Vectors of one version of a fragment: weights, momentum, published weights."""
+
+LOOSE = 1.25
+"""Fragments differ a little in size; memory for one is good enough for the next."""
+
+_spare: deque[np.ndarray] = deque(maxlen=MOST_SPARE)
+
+
+def fresh(size: int) -> np.ndarray:
+    """A float32 vector with anything in it."""
+    if size < SMALL:
+        return np.empty(size, np.float32)
+    block = _fitting(size)
+    # Views refer to this array, not to the block: over a memoryview numpy looks no deeper.
+    found = np.frombuffer(memoryview(block), np.float32, size)
+    weakref.finalize(found, _spare.append, block).atexit = False
+    return found
+
+
+def _fitting(size: int) -> np.ndarray:
+    # Without a lock, since a vector may die anywhere, also in here: each call is one act.
+    for _ in range(MOST_SPARE):
+        try:
+            block = _spare.popleft()
+        except IndexError:
+            break
+        if size <= block.size <= LOOSE * size:
+            return block
+        _spare.append(block)
+    return np.empty(size, np.float32)
