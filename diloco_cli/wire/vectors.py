@@ -23,8 +23,9 @@ SMALL = 1 << 18
 MOST_SPARE = 3
 """Vectors of one version of a fragment: weights, momentum, published weights."""
 
-LOOSE = 1.25
-"""Fragments differ a little in size; memory for one is good enough for the next."""
+LOOSE = 1.05
+"""Fragments differ a little in size, so memory is asked for with some to spare for the next;
+what is never touched is never given."""
 
 _spare: deque[np.ndarray] = deque(maxlen=MOST_SPARE)
 
@@ -47,7 +48,7 @@ def _fitting(size: int) -> np.ndarray:
             block = _spare.popleft()
         except IndexError:
             break
-        if size <= block.size <= LOOSE * size:
+        if size <= block.size <= 1.25 * size:
             return block
-        _spare.append(block)
-    return np.empty(size, np.float32)
+        del block  # Too small or far too large: it makes room for one that fits.
+    return np.empty(int(LOOSE * size), np.float32)

@@ -67,12 +67,19 @@ def test_only_as_much_is_spare_as_a_version_needs_and_sizes_fit():
     del many
     gc.collect()
     assert len(vectors._spare) == MOST_SPARE
+    blocks = {place(block) for block in vectors._spare}
+    assert place(fresh(int(1.05 * SMALL))) in blocks, "a little larger"
+    gc.collect()
+    assert place(fresh(SMALL)) in blocks, "a little smaller"
     larger = fresh(3 * SMALL)
-    assert larger.size == 3 * SMALL and len(vectors._spare) == MOST_SPARE, "none was large enough"
+    assert larger.size == 3 * SMALL and not vectors._spare, "what does not fit makes room"
     del larger
     gc.collect()
-    fresh(2 * SMALL)[:] = 0.0
-    assert {block.size for block in vectors._spare} & {2 * SMALL}, "that one was far too large"
+    assert len(vectors._spare) == 1
+    vectors._spare.append(np.empty(9 * SMALL, np.float32))
+    vectors._spare.popleft()
+    fresh(SMALL)
+    assert [block.size for block in vectors._spare] == [int(1.05 * SMALL)], "that was far too large"
 
 
 def test_small_vectors_are_plain_ones():
