@@ -36,7 +36,7 @@ def fresh(size: int) -> np.ndarray:
         return np.empty(size, np.float32)
     block = _fitting(size)
     # Views refer to this array, not to the block: over a memoryview numpy looks no deeper.
-    found = np.frombuffer(memoryview(block), np.float32, size)
+    found = np.frombuffer(block.data, np.float32, size)
     weakref.finalize(found, _spare.append, block).atexit = False
     return found
 

@@ -111,7 +111,7 @@ async def test_versions_that_cannot_be_made_again_are_not_served(tmp_path, what)
     bench = await run_for(tmp_path, 3)
     kill_server(bench.server)
     made = bench.state.ledger.slots[0].made[1]
-    path = bench.state.store.payload_path(made.receipts["paris"].digest)
+    path = tmp_path / "server" / "payloads" / f"{made.receipts['paris'].digest}.frame"
     if what == "damaged":
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
@@ -130,7 +130,7 @@ async def test_versions_that_cannot_be_made_again_are_not_served(tmp_path, what)
 @in_a_loop
 async def test_weights_of_any_kept_version_are_added_up_from_the_stored_one(tmp_path):
     bench = await run_for(tmp_path, 7, history=5)
-    store = bench.state.store
+    store: Any = bench.state.store
     assert store.published(0, 3) is None, "its deltas are pruned"
     for version in range(4, 8):
         frame = open_frame(store.delta(0, version).read_bytes())

@@ -39,7 +39,7 @@ def looks(vector: np.ndarray) -> dict[str, Any]:
         "a view": vector[3:9],
         "a view of a view": vector[3:900].reshape(-1, 3)[1:],
         "other types": vector.view(np.uint8),
-        "bytes": memoryview(vector).cast("B"),
+        "bytes": vector.data.cast("B"),
         "bytes of a part": vector[5:8].data,
         "what is contiguous already": np.ascontiguousarray(vector),
         "what is required": np.require(vector, np.float32, ["C", "A", "W"]),
