@@ -44,6 +44,7 @@ POINTS = {
     "compact.flushed": "the short journal is on the disk, under its draft's name",
     "compact.renamed": "the short journal has its name",
     "compact.kept": "the short journal is durable",
+    "start.made": "a start has made one version again that was not stored",
     "start.replayed": "a start has read the journal and the newest versions",
     "start.swept": "a start has removed what no record speaks of",
 }

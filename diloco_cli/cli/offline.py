@@ -44,8 +44,8 @@ def write_weights(folder: Path, out: Path, *, version: int | None = None) -> dic
             ledger.apply(number, record)
         versions = [slot.version if version is None else version for slot in ledger.slots]
         for fragment, wanted in zip(parts.layout.fragments, versions, strict=True):
-            _refuse_missing(store, fragment.number, wanted)
-            scatter(store.load_state(fragment.number, wanted).published, fragment, params)
+            newest = ledger.slots[fragment.number].version
+            scatter(_published(store, fragment.number, wanted, newest), fragment, params)
         metadata = {
             "run": store.run,
             "versions": json.dumps(versions),
@@ -97,13 +97,15 @@ def known_without_server(folder: Path) -> dict[str, Any]:
     return known
 
 
-def _refuse_missing(store: Store, fragment: int, wanted: int) -> None:
-    kept = store.versions(fragment)
-    if wanted not in kept:
+def _published(store: Store, fragment: int, wanted: int, newest: int) -> np.ndarray:
+    found = store.published(fragment, wanted) if wanted <= newest else None
+    if found is None:
+        kept = store.versions(fragment)
         raise SpecError(
             f"Version {wanted} of fragment {fragment} is not kept; versions "
-            f"{kept[0]} to {kept[-1]} are."
+            f"{kept[0]} to {newest} are."
             if kept
             else f"Fragment {fragment} has no version yet.",
             hint="Leave --version out for the newest.",
         )
+    return found

@@ -9,7 +9,8 @@ where the journal says. Records are plain mappings with a `kind`:
     decided    receipt fate why
     closed     fragment version members drain
     dropped    fragment region fate why
-    published  fragment version published members bytes
+    published  fragment version published members bytes stored
+    stored     fragment version
     end        why
     finished   why
     evaluated  versions loss region
@@ -37,6 +38,24 @@ NEWS = frozenset({"called", "dropped", "published", "end", "finished"})
 
 
 @dataclass(slots=True)
+class Made:
+    """What a version was made of: with the version before, enough to make it again."""
+
+    version: int
+    state: str
+    """Digest of everything the server keeps of it."""
+    receipts: dict[str, Receipt]
+    drain: bool = False
+    stored: bool = True
+    """All of it is on the disk; otherwise it is made again from its contributions."""
+
+    @classmethod
+    def of(cls, record: Record) -> Made:
+        receipts = {key: Receipt(**it) for key, it in record["receipts"].items()}
+        return cls(**{**record, "receipts": receipts})
+
+
+@dataclass(slots=True)
 class Slot:
     """One fragment, as the server sees it."""
 
@@ -54,24 +73,38 @@ class Slot:
     published: str = ""
     state: str = ""
     """Digest of everything the server keeps of the newest version; empty before the first."""
-    sources: dict[str, Receipt] = field(default_factory=dict)
-    """What the newest version was made of."""
-    drained: bool = False
-    """The newest version was made in a drain round."""
+    made: list[Made] = field(default_factory=list)
+    """The versions after the last stored one, or up to it if that is the newest."""
     norms: Norms = field(default_factory=Norms)
     """Of the latest accepted contributions."""
 
     @property
     def members(self) -> tuple[str, ...]:
         """Of the newest version, for display."""
-        return tuple(sorted(self.sources))
+        return tuple(sorted(self.made[-1].receipts)) if self.made else ()
+
+    @property
+    def base(self) -> int:
+        """The newest version that is on the disk as a whole."""
+        return self.version - len(self.unstored)
+
+    @property
+    def unstored(self) -> list[Made]:
+        """What must be made again if this server dies, oldest first."""
+        return [] if not self.made or self.made[-1].stored else self.made
 
     @classmethod
     def of(cls, record: Record) -> Slot:
         """A slot as a snapshot has it."""
-        slot = cls(**record)
-        for name in ("waiting", "closing", "sources"):
+        known = dict(record)
+        if "sources" in known:  # From when every version was stored as a whole.
+            last = {"receipts": known.pop("sources"), "drain": known.pop("drained")}
+            newest = {"version": known["version"], "state": known["state"], **last}
+            known["made"] = [newest] if known["version"] else []
+        slot = cls(**known)
+        for name in ("waiting", "closing"):
             setattr(slot, name, {key: Receipt(**it) for key, it in getattr(slot, name).items()})
+        slot.made = [Made.of(each) for each in known["made"]]
         slot.decided = {key: Decision(**it) for key, it in record["decided"].items()}
         slot.norms = Norms(**{key: tuple(seen) for key, seen in record["norms"].items()})
         return slot
@@ -219,10 +252,16 @@ def _published(ledger: Ledger, record: Record) -> None:
         slot.decided[region] = Decision(receipt.clock, receipt.digest, "merged")
         slot.applied[region] = slot.applied.get(region, 0.0) + receipt.tokens
         ledger.conduct[region] = ledger.conduct.get(region, Conduct()).found(None)
-    slot.sources, slot.drained, slot.closing = slot.closing, slot.drain, {}
     slot.version, slot.phase = record["version"], "idle"
     slot.published, slot.state = record["published"], record.get("state", "")
+    stored = record.get("stored", True)
+    made = Made(slot.version, slot.state, slot.closing, slot.drain, stored)
+    slot.made, slot.closing = [*slot.unstored, made], {}
     ledger.outer_steps += 1
+
+
+def _stored(ledger: Ledger, record: Record) -> None:
+    ledger.slots[record["fragment"]].made[-1].stored = True
 
 
 def _end(ledger: Ledger, record: Record) -> None:
@@ -252,6 +291,7 @@ _HANDLERS = {
     "closed": _closed,
     "dropped": _dropped,
     "published": _published,
+    "stored": _stored,
     "end": _end,
     "finished": _finished,
     "evaluated": _evaluated,

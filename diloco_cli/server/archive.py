@@ -11,8 +11,9 @@ import numpy as np
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
-from diloco_cli.errors import StoreError
+from diloco_cli.errors import StoreError, WireError
 from diloco_cli.server.claim import FROM_COPY
+from diloco_cli.wire.frame import open_frame
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -89,6 +90,29 @@ class Archive:
                 hint=FROM_COPY,
             )
         return state
+
+    def published(self, fragment: int, version: int) -> np.ndarray | None:
+        """The published weights of a version: stored, or added up; None when they are gone."""
+        base = max((kept for kept in self.versions(fragment) if kept <= version), default=None)
+        if base is None:
+            return None
+        deltas = [self.delta(fragment, number) for number in range(base + 1, version + 1)]
+        if None in deltas:
+            return None
+        weights = self.load_state(fragment, base).published
+        for path in filter(None, deltas):
+            try:
+                frame = open_frame(mapped(path), size=weights.size)
+                weights, digest = frame.added_to(weights)
+            except (OSError, WireError) as error:
+                raise StoreError(f"{path} cannot be read: {error}.", hint=FROM_COPY) from error
+            if digest != frame.header.published:
+                raise StoreError(
+                    f"{path} leads to weights with the digest {digest[:12]}, it says "
+                    f"{frame.header.published[:12]}.",
+                    hint=FROM_COPY,
+                )
+        return weights
 
     def delta(self, fragment: int, version: int) -> Path | None:
         """The frame that leads from `version` - 1 to `version`, if it is still kept."""

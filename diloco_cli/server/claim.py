@@ -14,8 +14,11 @@ from diloco_cli.server import durable
 from diloco_cli.server.durable import disk_errors
 from diloco_cli.server.journal import Journal, Notice, read_journal
 
-STORE = 1
-"""Version of the folder's form. Older ones stay readable, newer ones are refused."""
+STORE = 2
+"""Version of the folder's form. Older ones are gone on with, newer ones are refused.
+
+1: every version is stored as a whole. 2: some are, the others are made again.
+"""
 
 FROM_COPY = "Restore the server folder from a copy."
 
@@ -55,7 +58,8 @@ def open_run(
     known = {"store": STORE, "run": journal.run, "layout_digest": layout, "spec_digest": spec}
     try:
         if about.exists():
-            _check_run(about, known)
+            if _check_run(about, known) < STORE:
+                durable.keep_bytes(about, json.dumps(known, indent=2).encode())
         elif records:
             raise StoreError(
                 f"{path} has {len(records)} records, but {about} is missing.", hint=FROM_COPY
@@ -81,7 +85,8 @@ def check_folder(folder: Path, layout: str, spec: str) -> None:
     _check_run(folder / "run.json", wanted)
 
 
-def _check_run(path: Path, wanted: dict[str, Any]) -> None:
+def _check_run(path: Path, wanted: dict[str, Any]) -> int:
+    """Raises unless the folder is the wanted run's; gives the version of its form."""
     try:
         found = json.loads(path.read_bytes())
         form, run = int(found["store"]), found["run"]
@@ -101,3 +106,4 @@ def _check_run(path: Path, wanted: dict[str, Any]) -> None:
                 f"the spec's is {wanted[key][:12]}.",
                 hint="Use the spec this run began with, another folder with --dir, or --fresh.",
             )
+    return form

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from diloco_cli.core import pace, rounds
@@ -22,6 +23,7 @@ from diloco_cli.server.commit import RETRY_SECONDS
 from diloco_cli.server.durable import DiskFull
 from diloco_cli.server.merging import Spoiled, Version, next_version
 from diloco_cli.server.state import Seconds, State
+from diloco_cli.server.store import put_away
 
 T = TypeVar("T")
 
@@ -218,18 +220,18 @@ class Conductor:
             await state.commit.durable()
             await self._in_thread(lambda: store.drop_payloads(dropped))
             return
-        number = result[0].number
         await state.commit.durable()
         reach("version.published")
-        await self._tidy_up(fragment, number, receipts)
+        await self._tidy_up(fragment)
 
     async def _install(
         self, fragment: int, version: Version, delta: bytes, *, began: Seconds
     ) -> None:
         """Makes a version durable, records it, and makes it the newest."""
         state, store = self.state, self.state.store
+        whole = self._is_due(fragment, version)
         digest = await self._in_thread(
-            lambda: store.publish(fragment, version.number, version.state, delta)
+            lambda: store.publish(fragment, version.number, version.state, delta, whole=whole)
         )
         state.record(
             "published",
@@ -238,6 +240,7 @@ class Conductor:
             published=version.digest,
             state=digest,
             members=list(version.members),
+            stored=whole,
             bytes=len(delta),
             bytes_down=state.tally.bytes_down,
             seconds=round(state.seconds, 3),
@@ -249,28 +252,56 @@ class Conductor:
         state.wake.set()
         reach("version.recorded")
 
-    async def _tidy_up(self, fragment: int, version: int, receipts: tuple[Receipt, ...]) -> None:
+    def _is_due(self, fragment: int, version: Version) -> bool:
+        """Says whether a version is stored as a whole, or made again should this server die."""
+        slot, state = self.state.ledger.slots[fragment], version.state
+        receipts = [slot.closing, *(made.receipts for made in slot.unstored)]
+        behind = sum(receipt.bytes for each in receipts for receipt in each.values())
+        size = state.theta.nbytes + state.momentum.nbytes + state.published.nbytes
+        return self.state.store.is_due(fragment, version.number, behind=behind, size=size)
+
+    async def _tidy_up(self, fragment: int) -> None:
         """Tidies, however often the disk must be asked: nobody would before the next start."""
         state = self.state
         while True:
             try:
-                return await self._tidy(fragment, version, receipts)
+                return await self._tidy(fragment)
             except DiskFull as error:
                 state.no_room("version", error)
                 if state.stopping or state.closed:
                     return
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _tidy(self, fragment: int, version: int, receipts: tuple[Receipt, ...]) -> None:
-        """Puts away what the new version was made of, and what nobody needs any more.
+    async def store_newest(self) -> None:
+        """Stores every newest version as a whole, so that the next start need not make any.
 
-        Only once it is on record: until then a crash computes it from these again.
+        Nor need it be able to: it may be that of another version of this program.
         """
         state, store = self.state, self.state.store
+        for fragment, slot in enumerate(state.ledger.slots):
+            if not slot.unstored or slot.closing:
+                continue
+            newest = state.weights.newest[fragment]
+            try:
+                await self._in_thread(
+                    partial(store.publish, fragment, newest.number, newest.state, None)
+                )
+                state.record("stored", fragment=fragment, version=newest.number)
+                await state.commit.durable()
+                await self._tidy(fragment)
+            except DiskFull:
+                return  # They are made again, or tidied up by the next start.
+
+    async def _tidy(self, fragment: int) -> None:
+        """Puts away what is in the stored version, and what nobody needs any more.
+
+        Only once that is on record: until then a crash computes it from these again.
+        """
+        state, store = self.state, self.state.store
+        slot = state.ledger.slots[fragment]
         await self._in_thread(
-            lambda: store.file_members(fragment, version, [each.digest for each in receipts])
+            partial(put_away, store, fragment, slot.version, slot.base, slot.made)
         )
-        await self._in_thread(lambda: store.prune(fragment, version))
         if store.is_long() and not self._compacting:
             self._compacting = True
             try:

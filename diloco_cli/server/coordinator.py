@@ -208,8 +208,9 @@ class Coordinator(Conductor):
         return any(
             receipt.digest == digest
             for slot in self.state.ledger.slots
-            # The newest version's own are about to be filed with it.
-            for receipt in (*slot.waiting.values(), *slot.closing.values(), *slot.sources.values())
+            # Versions are made again from theirs, until one is stored that contains them.
+            for found in (slot.waiting, slot.closing, *(made.receipts for made in slot.made))
+            for receipt in found.values()
         )
 
     def evaluator(self) -> str | None:

@@ -1,7 +1,8 @@
 """From a folder to a server that stands where the last one stood.
 
     nothing there     initial weights become version 0 of every fragment
-    a journal there   replay it; load each fragment's newest version on record
+    a journal there   replay it; load each fragment's newest stored version on record, and
+                      make the versions after it again
 
 A version that was stored but never journaled is computed again from the same payloads;
 payloads that no record speaks of were never acknowledged and are removed.
@@ -17,15 +18,14 @@ import numpy as np
 
 from diloco_cli.core.fragments import gather
 from diloco_cli.core.ledger import Ledger
-from diloco_cli.errors import StoreError
 from diloco_cli.failpoints import reach
-from diloco_cli.server.claim import FROM_COPY
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.journal import Notice, to_stderr
 from diloco_cli.server.merging import Version
 from diloco_cli.server.recipe import Recipe
+from diloco_cli.server.replay import brought_back
 from diloco_cli.server.state import State
-from diloco_cli.server.store import FragmentState, Store, stores
+from diloco_cli.server.store import FragmentState, Store, put_away, stores
 from diloco_cli.server.tally import Tally
 from diloco_cli.server.weights import Weights
 from diloco_cli.wire.frame import vector_digest
@@ -55,7 +55,7 @@ def open_coordinator(
             tally.apply(record)
         if not records:
             _begin(recipe, store, initial)
-        weights = Weights(recipe, store, _newest(store, ledger), folder / "cache")
+        weights = Weights(recipe, store, _newest(recipe, store, ledger), folder / "cache")
         reach("start.replayed")
         _sweep(store, ledger)
         reach("start.swept")
@@ -78,17 +78,11 @@ def _begin(recipe: Recipe, store: Store, initial: Initial) -> None:
         store.publish(fragment.number, 0, state, None)
 
 
-def _newest(store: Store, ledger: Ledger) -> list[Version]:
-    """Loads what the journal says is published, and checks that it is what was published."""
+def _newest(recipe: Recipe, store: Store, ledger: Ledger) -> list[Version]:
+    """Brings back what the journal says is published, and checks that it is just that."""
     versions = []
     for fragment, slot in enumerate(ledger.slots):
-        state = store.load_state(fragment, slot.version)
-        if slot.state and slot.state != state.digest:
-            raise StoreError(
-                f"Version {slot.version} of fragment {fragment} has the digest "
-                f"{state.digest[:12]}, the journal says {slot.state[:12]}.",
-                hint=FROM_COPY,
-            )
+        state = brought_back(recipe, store, fragment, slot)
         digest = slot.published or vector_digest(state.published)
         versions.append(Version(slot.version, state, digest, dict(slot.merged), slot.members))
     return versions
@@ -98,12 +92,11 @@ def _sweep(store: Store, ledger: Ledger) -> None:
     """Finishes the tidying that a crash interrupted; removes what no record speaks of."""
     for fragment, slot in enumerate(ledger.slots):
         # Older versions have theirs: a version is made only after the last one is tidied up.
-        merged = [receipt.digest for receipt in slot.sources.values()]
-        store.file_members(fragment, slot.version, merged)
-        store.prune(fragment, slot.version)
+        put_away(store, fragment, slot.version, slot.base, slot.made)
     wanted = {
         receipt.digest
         for slot in ledger.slots
-        for receipt in (*slot.waiting.values(), *slot.closing.values())
+        for found in (slot.waiting, slot.closing, *(made.receipts for made in slot.unstored))
+        for receipt in found.values()
     }
     store.drop_payloads(store.payloads() - wanted)

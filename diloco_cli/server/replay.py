@@ -18,15 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from diloco_cli.core.ledger import Ledger, Slot
+from diloco_cli.core.ledger import Ledger, Made, Slot
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.failpoints import reach
 from diloco_cli.server.archive import Archive, FragmentState, mapped
 from diloco_cli.server.chain import Content
 from diloco_cli.server.claim import FROM_COPY
 from diloco_cli.server.journal import read_journal
 from diloco_cli.server.merging import Spoiled, Version, next_version
 from diloco_cli.server.recipe import Recipe
+from diloco_cli.server.store import Store
 from diloco_cli.server.tally import Tally
 
 
@@ -118,20 +120,37 @@ def _history(recipe: Recipe, path: Path, content: Content, last: int) -> list[li
 
 
 def _of_snapshot(slot: Slot) -> list[Step]:
-    """A snapshot names the newest version, and what it was made of."""
-    if not slot.version:
-        return [Step(0, "")]
-    members = tuple(slot.sources.values())
-    return [Step(slot.version - 1, ""), Step(slot.version, slot.state, members, slot.drained)]
+    """A snapshot names what the newest version was made of, and those up to the stored one."""
+    return [Step(slot.version - len(slot.made), ""), *map(_step, slot.made)]
+
+
+def _step(made: Made) -> Step:
+    return Step(made.version, made.state, tuple(made.receipts.values()), made.drain)
+
+
+def brought_back(recipe: Recipe, store: Store, fragment: int, slot: Slot) -> FragmentState:
+    """The newest version on record: loaded, or made again from the last one that was stored."""
+    known = slot.made[-1].state if slot.made and not slot.unstored else ""
+    state = store.load_state(fragment, slot.base)
+    _check(fragment, Step(slot.base, known), state, "stored")
+    for made in slot.unstored:
+        state = _again(recipe, store, fragment, _step(made), state)
+        _check(fragment, _step(made), state, "made again")
+        reach("start.made")
+    return state
 
 
 def _compare(path: Path, number: int, record: Any, ledger: Ledger, tally: Tally) -> None:
     """A snapshot must say what the records before it amount to."""
-    for what, found in (("ledger", ledger.snapshot()), ("tally", tally.snapshot())):
+    there = Ledger.empty(0)
+    there.restore(record["ledger"])  # An older one has another form.
+    for what, found, known in (
+        ("ledger", ledger.snapshot(), there.snapshot()),
+        ("tally", tally.snapshot(), record["tally"]),
+    ):
         # What an older program did not count yet, its snapshots do not say.
-        said = {key: value for key, value in found.items() if key in record[what]}
-        if said != record[what]:
-            parts = [key for key in found if found[key] != record[what].get(key)]
+        parts = [key for key in found if key in record[what] and found[key] != known.get(key)]
+        if parts:
             raise StoreError(
                 f"{path}: record {number} is a snapshot that disagrees with the records before "
                 f"it about {', '.join(parts)} of the {what}.",
@@ -180,21 +199,21 @@ def _members(archive: Archive, fragment: int, step: Step) -> Iterator[Path]:
 class _Members:
     """As much of a store as merging needs."""
 
-    def __init__(self, archive: Archive, fragment: int, step: Step) -> None:
-        self.run = archive.run
-        paths = _members(archive, fragment, step)
-        self._paths = {r.digest: p for r, p in zip(step.receipts, paths, strict=True)}
+    def __init__(self, store: Archive | Store, fragment: int, version: int) -> None:
+        self.run, self._store = store.run, store
+        self._filed = store.members(fragment, version)
 
     def payload(self, digest: str) -> memoryview:
-        return mapped(self._paths[digest])
+        filed = self._filed.get(digest)
+        return mapped(filed) if filed else self._store.payload(digest)
 
 
 def _again(
-    recipe: Recipe, archive: Archive, fragment: int, step: Step, state: FragmentState
+    recipe: Recipe, store: Archive | Store, fragment: int, step: Step, state: FragmentState
 ) -> FragmentState:
     old = Version(step.version - 1, state, "", {}, ())
     about = recipe.layout.fragments[fragment]
-    members = cast(Any, _Members(archive, fragment, step))
+    members = cast(Any, _Members(store, fragment, step.version))
     made = next_version(recipe, members, old, about, step.receipts, drain=step.drain)
     if isinstance(made, Spoiled):
         raise StoreError(
@@ -210,5 +229,6 @@ def _check(fragment: int, step: Step, state: FragmentState, how: str) -> None:
         raise StoreError(
             f"Version {step.version} of fragment {fragment}, {how}, has the digest "
             f"{state.digest[:12]}; the journal says {step.state[:12]}.",
-            hint=f"{FROM_COPY} If it was only made again on another machine, compare numpy.",
+            hint=f"{FROM_COPY} If only its numpy or numba is another than the one that made it, "
+            "start it with those and stop it once: that stores the versions as they are.",
         )

@@ -132,6 +132,7 @@ async def _farewell(coordinator: Coordinator, app: Guarded, folder: Path) -> int
     state = coordinator.state
     if state.failure is None:
         await coordinator.settled()
+        await coordinator.store_newest()
     state.close()
     deadline = time.monotonic() + FAREWELL_SECONDS
     while app.under_way and time.monotonic() < deadline:

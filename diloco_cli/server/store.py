@@ -4,15 +4,16 @@
       lock                          held by the one server that may write here
       run.json                      which run this is: id, spec and layout digests
       journal                       every decision, in order
-      payloads/DIGEST.frame         contributions of open rounds
+      payloads/DIGEST.frame         contributions that no stored state contains yet
       parts/…                       frames that are half received: see `shelf`
-      fragments/F/vNNNNNNNN.state   weights, momentum, published weights of one version
+      fragments/F/vNNNNNNNN.state   weights, momentum, published weights of one version in a few
       fragments/F/vNNNNNNNN.delta   the frame that leads from the version before
       fragments/F/vNNNNNNNN.DIGEST.frame   a contribution that was merged into it
       address.json                  where the server listens, while it does
 
 The order of a contribution is payload, journal record, reply; of a version: files,
-journal record, visible. A file that the journal does not speak of is never used.
+journal record, visible. A file that the journal does not speak of is never used. Versions
+between two stored states are made again from their contributions, which stay until then.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
+import numpy as np
 from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from diloco_cli.core.ledger import Made
 from diloco_cli.disk import draft_of, write_bytes
 from diloco_cli.failpoints import reach
 from diloco_cli.registry import Registry
@@ -39,7 +42,11 @@ from diloco_cli.server.draft import Draft
 from diloco_cli.server.durable import FULL, DiskFull, disk_errors
 from diloco_cli.server.journal import Journal, Notice, to_stderr
 
-__all__ = ["Draft", "FragmentState", "PayloadLost", "Store", "stores"]
+__all__ = ["Draft", "FragmentState", "PayloadLost", "Store", "put_away", "stores"]
+
+
+SOON_READ = 1 << 20
+"""Bytes of contributions that are made into a version again in no time."""
 
 
 class Store(Protocol):
@@ -57,12 +64,20 @@ class Store(Protocol):
     def file_members(self, fragment: int, version: int, digests: Iterable[str]) -> None: ...
     def members(self, fragment: int, version: int) -> dict[str, Path]: ...
     def publish(
-        self, fragment: int, version: int, state: FragmentState, delta_frame: bytes | None
+        self,
+        fragment: int,
+        version: int,
+        state: FragmentState,
+        delta_frame: bytes | None,
+        *,
+        whole: bool = True,
     ) -> str: ...
+    def is_due(self, fragment: int, version: int, *, behind: int, size: int) -> bool: ...
+    def published(self, fragment: int, version: int) -> np.ndarray | None: ...
     def load_state(self, fragment: int, version: int) -> FragmentState: ...
     def delta(self, fragment: int, version: int) -> Path | None: ...
     def versions(self, fragment: int) -> list[int]: ...
-    def prune(self, fragment: int, version: int) -> None: ...
+    def prune(self, fragment: int, version: int, base: int) -> None: ...
     def is_long(self) -> bool: ...
     def compact(self, snapshot: int) -> None: ...
     def announce(self, url: str) -> None: ...
@@ -91,6 +106,10 @@ class Folder:
     replay: Annotated[int, Field(ge=0)] = 8
     """Of these, newest first, how many keep the contributions they were made of, so that
     `diloco replay` can make them again."""
+
+    whole: Annotated[int, Field(ge=1, le=64)] = 4
+    """Of how many versions of a fragment one is stored as a whole. A start makes those after
+    it again from their contributions, so more of them write less and start later."""
 
     journal: Annotated[int, Field(ge=1 << 12)] = 8 << 20
     """Bytes after which the journal is compacted: a snapshot takes the place of its records."""
@@ -159,9 +178,18 @@ class FolderStore(Archive):
                 reach("members.filed")
 
     def publish(
-        self, fragment: int, version: int, state: FragmentState, delta_frame: bytes | None
+        self,
+        fragment: int,
+        version: int,
+        state: FragmentState,
+        delta_frame: bytes | None,
+        *,
+        whole: bool = True,
     ) -> str:
-        """Makes one version durable and gives its state's digest; doing it again is harmless."""
+        """Makes one version durable and gives its state's digest; doing it again is harmless.
+
+        If not as a whole, only its delta: it is made again from its contributions.
+        """
         folder = self.folder / "fragments" / str(fragment)
         durable.make_folder(folder)
         digest = state.digest
@@ -171,15 +199,38 @@ class FolderStore(Archive):
             files[self._file(fragment, version, "delta")] = lambda draft: write_bytes(
                 draft, delta_frame
             )
-        files[self._file(fragment, version, "state")] = lambda draft: _save(draft, state, about)
+        path = self._file(fragment, version, "state")
+        if whole:
+            files[path] = lambda draft: _save(draft, state, about)
+        else:
+            # A server that died before the record may have left one, made of other members.
+            path.unlink(missing_ok=True)
         durable.keep_files(files, steps="version")
         return digest
 
-    def prune(self, fragment: int, version: int) -> None:
-        """Forgets what is older than the `history` newest versions up to `version`."""
+    def is_due(self, fragment: int, version: int, *, behind: int, size: int) -> bool:
+        """Says whether a version is to be stored as a whole.
+
+        `behind` are the bytes of the contributions it would otherwise be made again from, `size`
+        those of its state: reading many takes longer than reading what they amount to.
+        """
+        # Fragments take turns, so that writing is spread and a start has never all to make.
+        return (version + fragment) % self.kind.whole == 0 or behind > max(size, SOON_READ)
+
+    def prune(self, fragment: int, version: int, base: int) -> None:
+        """Forgets what is older than the `history` newest versions up to `version`.
+
+        Version `base` is the newest stored one: it stays, and what leads on from it.
+        """
+        least = version - self.kind.history
+        oldest = {
+            ".frame": version - self.kind.replay,
+            ".delta": min(least, base),
+            ".state": min(least, base - 1),
+        }
         for path in (self.folder / "fragments" / str(fragment)).glob("v*.*"):
-            kept = self.kind.replay if path.suffix == ".frame" else self.kind.history
-            if int(path.name[1:].partition(".")[0]) <= version - kept:
+            gone = oldest.get(path.suffix, least)
+            if int(path.name[1:].partition(".")[0]) <= gone:
                 path.unlink(missing_ok=True)
                 reach("versions.pruned")
 
@@ -216,6 +267,18 @@ class FolderStore(Archive):
             if self._lock >= 0:
                 os.close(self._lock)
                 self._lock = -1
+
+
+def put_away(store: Store, fragment: int, version: int, base: int, made: Sequence[Made]) -> None:
+    """Files the contributions that are in the stored version; forgets what is too old.
+
+    Those of later versions stay where they are: without them, these could not be made again.
+    """
+    for each in made:
+        if each.version <= base:
+            digests = [receipt.digest for receipt in each.receipts.values()]
+            store.file_members(fragment, each.version, digests)
+    store.prune(fragment, version, base)
 
 
 def _save(draft: Path, state: FragmentState, about: dict[str, str]) -> None:

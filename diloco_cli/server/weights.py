@@ -142,12 +142,13 @@ class Weights:
             if version == newest.number:
                 vectors.append((version, newest.state.published))
                 digests.append(newest.digest)
-            elif version < newest.number and version in self._store.versions(fragment):
-                state = self._store.load_state(fragment, version)
-                vectors.append((version, state.published))
-                digests.append(vector_digest(state.published))
-            else:
+                continue
+            past = version < newest.number
+            published = self._store.published(fragment, version) if past else None
+            if published is None:
                 return None
+            vectors.append((version, published))
+            digests.append(vector_digest(published))
         return Model(self.recipe.layout, self._store.run, vectors, digests)
 
     def _encode(self, fragment: int, version: Version) -> Resource:

@@ -21,6 +21,9 @@ from diloco_cli.spec.schema import RunSpec
 
 FILE = "spec.resolved.yaml"
 
+LATER = {"server.store.whole": 4}
+"""Options that came later, and what they are in a run that began without them."""
+
 
 def resolved(spec: RunSpec) -> dict[str, Any]:
     """Spells out every key that has a meaning for this run, as plain data."""
@@ -66,6 +69,7 @@ def write_resolved(spec: RunSpec, folder: str | Path) -> Path:
 
 def _same(spec: RunSpec, file: Path) -> None:
     there, here = dict(_flat(_before(file))), dict(_flat(resolved(spec)))
+    there = {key: value for key, value in LATER.items() if key in here} | there
     keys = [key for key in [*here, *there] if here.get(key, "…") != there.get(key, "…")]
     if keys:
         lines = [

@@ -39,6 +39,7 @@ from diloco_cli.wire.chunks import (
 from diloco_cli.wire.codec import Body, Codec, NotFinite, codecs, raw, vector
 from diloco_cli.wire.header import MOST_HEADER_BYTES, Header, read_header, write_header
 from diloco_cli.wire.quant import Nibbles
+from diloco_cli.wire.vectors import fresh
 
 __all__ = [
     "CHUNK",
@@ -119,7 +120,7 @@ class Frame:
         """Gives weights + values, and the digest of the sum; the weights stay as they are."""
         base = vector(weights)
         _refuse_unfitting(base, self.header.size)
-        sums, digest = np.empty_like(base), VectorHash()
+        sums, digest = fresh(base.size), VectorHash()
 
         def add(place: int, span: slice) -> None:
             values = tools.scratch("values", span.stop - span.start, np.float32)

@@ -33,6 +33,7 @@ from diloco_cli.wire.chunks import body_of, in_chunks, read_into, span_of, tools
 from diloco_cli.wire.codec import Codec, vector
 from diloco_cli.wire.fold import MemberUnfit, edges_of, merge_into, stretches
 from diloco_cli.wire.frame import Frame, VectorHash
+from diloco_cli.wire.vectors import fresh
 
 __all__ = ["Diverged", "MemberUnfit", "Method", "Outcome", "fuse", "fusible"]
 
@@ -91,7 +92,7 @@ def fuse(
     theta, momentum, published = map(vector, state)
     edges, factors = [0, fragment.size], [1.0]
     if len(members) > 1 and fusible(method.rule):
-        merged, edges = np.empty(fragment.size, np.float32), edges_of(fragment)
+        merged, edges = fresh(fragment.size), edges_of(fragment)
         factors = merge_into(
             *(merged, method.rule, fragment, members), squares=squares, threads=method.threads
         )
@@ -125,7 +126,7 @@ class _Step:
     def take(self, merged: np.ndarray) -> Outcome:
         """Takes the outer step, encodes what it changes, and applies what regions decode."""
         _, momentum, published = self.state
-        new = merged, np.empty_like(momentum), np.empty_like(published)
+        new = merged, fresh(momentum.size), fresh(published.size)
 
         def chunk(place: int, span: slice) -> bytes:
             with np.errstate(over="ignore", invalid="ignore"):  # Looked for, and then named.

@@ -138,7 +138,7 @@ def test_only_the_newest_versions_are_kept(store):
     for version in range(5):
         store.publish(0, version, state(version), b"frame")
     store.publish(1, 0, state(0), None)
-    store.prune(0, 3)
+    store.prune(0, 3, 3)
     assert store.versions(0) == [2, 3, 4], "two up to version 3; 4 is not journaled yet"
     assert store.delta(0, 1) is None and store.delta(0, 2)
     assert store.versions(1) == [0]

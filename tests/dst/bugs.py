@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from diloco_cli import disk as files
 from diloco_cli.core import rounds
-from diloco_cli.server import chain, coordinator, draft, durable, journal
+from diloco_cli.server import chain, conduct, coordinator, draft, durable, journal, opening
 from diloco_cli.server.commit import Commit
 from diloco_cli.server.conduct import Conductor
 from diloco_cli.server.coordinator import Coordinator
@@ -125,8 +125,8 @@ def _round_published_twice() -> list[Change]:
 
 
 def _payloads_dropped_too_early() -> list[Change]:
-    def publish(self: Any, fragment: int, version: int, state: Any, delta: Any) -> str:
-        digest = real(self, fragment, version, state, delta)
+    def publish(self: Any, fragment: int, version: int, *what: Any, **how: Any) -> str:
+        digest = real(self, fragment, version, *what, **how)
         if version:
             self.drop_payloads(self.payloads())
         return digest
@@ -168,11 +168,47 @@ def _said_before_durable() -> list[Change]:
 
 
 def _version_without_files() -> list[Change]:
-    def publish(self: Any, fragment: int, version: int, state: Any, delta: Any) -> str:
-        return state.digest if version else real(self, fragment, version, state, delta)
+    def publish(self: Any, fragment: int, version: int, *what: Any, **how: Any) -> str:
+        return what[0].digest if version else real(self, fragment, version, *what, **how)
 
     real = FolderStore.publish
     return [(FolderStore, "publish", publish)]
+
+
+def _members_tidied_too_early() -> list[Change]:
+    def put_away(store: Any, fragment: int, version: int, base: int, made: Any) -> None:
+        for each in made:
+            store.drop_payloads(receipt.digest for receipt in each.receipts.values())
+        store.prune(fragment, version, base)
+
+    return [(conduct, "put_away", put_away)]
+
+
+def _unstored_swept() -> list[Change]:
+    def sweep(store: Any, ledger: Any) -> None:
+        real(store, ledger)
+        open_rounds = [found for s in ledger.slots for found in (s.waiting, s.closing)]
+        wanted = {receipt.digest for found in open_rounds for receipt in found.values()}
+        store.drop_payloads(store.payloads() - wanted)
+
+    real = opening._sweep
+    return [(opening, "_sweep", sweep)]
+
+
+def _said_to_be_stored() -> list[Change]:
+    def publish(self: Any, fragment: int, version: int, *what: Any, **how: Any) -> str:
+        return real(self, fragment, version, *what, **{**how, "whole": not version})
+
+    real = FolderStore.publish
+    return [(FolderStore, "publish", publish)]
+
+
+def _base_pruned() -> list[Change]:
+    def prune(self: Any, fragment: int, version: int, base: int) -> None:
+        real(self, fragment, version, version)
+
+    real = FolderStore.prune
+    return [(FolderStore, "prune", prune)]
 
 
 def _half_record_left() -> list[Change]:
@@ -242,6 +278,12 @@ BUGS: dict[str, Bug] = {
     ),
     "said-before-durable": Bug("news tell what is not durable yet", _said_before_durable),
     "version-without-files": Bug("a version is recorded, not stored", _version_without_files),
+    "members-tidied-early": Bug(
+        "contributions go before a state with them is stored", _members_tidied_too_early
+    ),
+    "unstored-swept": Bug("a start removes what unstored versions are made of", _unstored_swept),
+    "not-stored": Bug("a state is recorded as stored and was not written", _said_to_be_stored),
+    "base-pruned": Bug("the state that versions are made from is pruned", _base_pruned),
     "full-disk-believed": Bug("records a full disk refused count as done", _half_record_left),
     "payload-not-counted": Bug(
         "the payload of a frame goes with its second copy", _payload_forgotten_when_sent_twice

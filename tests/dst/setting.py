@@ -129,7 +129,11 @@ def _spec(rng: Random, names: tuple[str, ...]) -> RunSpec:
             },
             "server": {
                 "lease": rng.choice((5.0, 8.0)),
-                "store": {"kind": "folder", "history": rng.choice((2, 3, 8))},
+                "store": {
+                    "kind": "folder",
+                    "history": rng.choice((2, 3, 8)),
+                    "whole": rng.choice((1, 2, 4, 4)),
+                },
             },
         }
     )

@@ -129,6 +129,8 @@ class Stage:
         self.server: Cold | Forked | None = None
         self.covered: dict[int, int] = {}
         self.made_again = 0
+        self.unstored = 0
+        """Versions that the next start must make again, when last checked."""
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -234,6 +236,7 @@ class Stage:
             elif record["kind"] == "dropped":
                 raise Broken(f"record {number}: {record}")
             ledger.apply(number, record)
+        self.unstored = sum(len(slot.unstored) for slot in ledger.slots)
         for name, told in self.told.items():
             for fragment, frames in told.sent.items():
                 self._check_one(ledger, name, told, fragment, frames)

@@ -61,6 +61,11 @@ def make_spec(names: Sequence[str] = NAMES, **changes: Any) -> RunSpec:
     return RunSpec.model_validate(spec)
 
 
+def storing_all(**store: Any) -> Recipe:
+    """A run whose every version is stored as a whole."""
+    return make_recipe(make_spec(server={"store": {"kind": "folder", "whole": 1, **store}}))
+
+
 def make_recipe(spec: RunSpec | None = None) -> Recipe:
     spec = spec or make_spec()
     shared = spec.model_dump(mode="json", include={"name", "seed", "sync", "wire"})

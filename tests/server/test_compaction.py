@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import Bench, in_a_loop, kill_server, make_recipe, make_spec, open_server
+from rig import Bench, in_a_loop, kill_server, make_recipe, make_spec, open_server, storing_all
 
 from diloco_cli.core.ledger import MOST_EVALUATIONS, Ledger
 from diloco_cli.errors import SpecError, StoreError
@@ -116,11 +116,11 @@ async def test_a_replay_makes_every_version_again_from_the_initial_weights(tmp_p
 
 @in_a_loop
 async def test_after_a_compaction_a_replay_begins_with_a_digest_on_record(tmp_path):
-    bench = Bench(tmp_path, small(history=4, replay=3))
+    bench = Bench(tmp_path, small(history=8, replay=6))
     await long_run(bench, 16)
     found = replay(bench.recipe, tmp_path / "server")
     assert found.base > 0 and [line.digest for line in found.lines] == bench.digests()
-    assert all(1 <= line.made <= 3 for line in found.lines)
+    assert all(4 <= line.made <= 6 for line in found.lines)
     with pytest.raises(SpecError, match="records were compacted"):
         replay(bench.recipe, tmp_path / "server", to=found.base)
 
@@ -128,7 +128,7 @@ async def test_after_a_compaction_a_replay_begins_with_a_digest_on_record(tmp_pa
 @pytest.mark.parametrize("what", ["state", "member", "newest"])
 @in_a_loop
 async def test_a_replay_finds_what_is_not_what_the_journal_says(tmp_path, what):
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, storing_all())
     await long_run(bench, 6)
     store, folder = bench.state.store, tmp_path / "server" / "fragments" / "0"
     kill_server(bench.server)
@@ -154,7 +154,7 @@ async def test_a_replay_finds_what_is_not_what_the_journal_says(tmp_path, what):
 
 @in_a_loop
 async def test_what_a_version_was_made_of_is_filed_also_after_a_crash(tmp_path, monkeypatch):
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, storing_all())
     await bench.join()
 
     def killed(*_: Any) -> None:

@@ -416,11 +416,11 @@ async def test_a_round_closed_while_the_last_one_is_tidied_up_is_published_once(
 
     async def slow(work):
         merging.append(work)
-        if len(merging) == 4:  # Compute, publish, drop payloads; now prune.
+        if len(merging) == 3:  # Compute, publish; now tidy up.
             next_round.set()
             with suppress(TimeoutError):  # A second task would begin to merge meanwhile.
                 await asyncio.wait_for(rival.wait(), 0.5)
-        elif len(merging) == 5:
+        elif len(merging) == 4:
             rival.set()
             await asyncio.sleep(0.2)  # And this one would find its round unpublished.
         return await real(work)

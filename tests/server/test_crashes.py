@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rig import Bench, close_server, in_a_loop, kill_server, open_server, replayed
+from rig import Bench, close_server, in_a_loop, kill_server, open_server, replayed, storing_all
 
 from diloco_cli.errors import StoreError
 from diloco_cli.server import merging
@@ -114,8 +114,8 @@ def dying(calls: dict[str, int], target: Any, name: str, *, after: bool) -> Call
 async def test_dying_anywhere_while_closing_gives_the_same_version(
     tmp_path, monkeypatch, point, after
 ):
-    undisturbed = Bench(tmp_path / "calm")
-    disturbed = Bench(tmp_path / "storm")
+    undisturbed = Bench(tmp_path / "calm", storing_all())
+    disturbed = Bench(tmp_path / "storm", storing_all())
     for bench in (undisturbed, disturbed):
         for region in bench.regions.values():
             region.run = "same"
@@ -242,7 +242,7 @@ async def test_weights_that_are_not_finite_are_never_published(tmp_path):
 
 @in_a_loop
 async def test_a_version_that_is_not_the_one_on_record_is_not_served(tmp_path):
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, storing_all())
     await bench.join()
     await bench.round(0)
     kill_server(bench.server)
@@ -254,7 +254,7 @@ async def test_a_version_that_is_not_the_one_on_record_is_not_served(tmp_path):
 
 @in_a_loop
 async def test_weights_from_another_time_are_not_served(tmp_path):
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, storing_all())
     await bench.join()
     await bench.round(0)
     old = bench.state.store.load_state(0, 0)

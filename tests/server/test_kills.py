@@ -70,7 +70,7 @@ while True:
     version += 1
     theta = np.full(20_000, version, np.float32)
     digest = store.publish(0, version, FragmentState(theta, theta, theta), b"frame" * 1000)
-    store.prune(0, version)
+    store.prune(0, version, version)
     print(version, digest, flush=True)
 """
 

@@ -54,7 +54,7 @@ def test_the_folder_has_the_documented_form(tmp_path, store):
         "run.json",
     ]
     about = json.loads((tmp_path / "server/run.json").read_text())
-    assert about == {"store": 1, "run": store.run, "layout_digest": "lay", "spec_digest": "spec"}
+    assert about == {"store": 2, "run": store.run, "layout_digest": "lay", "spec_digest": "spec"}
 
 
 def test_only_the_owner_may_look(tmp_path, store):
@@ -187,7 +187,7 @@ def test_a_first_start_that_crashed_after_the_journal_goes_on(tmp_path):
 @pytest.mark.parametrize(
     "change, why",
     [
-        ({"store": 2}, "store version 2, this version of diloco reads up to 1"),
+        ({"store": 3}, "store version 3, this version of diloco reads up to 2"),
         ({"run": "other"}, "is of run other, the journal of"),
         ({"store": "x"}, "cannot be read"),
     ],
