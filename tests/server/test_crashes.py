@@ -364,7 +364,7 @@ async def test_what_a_full_disk_kept_from_being_filed_is_filed_when_there_is_roo
     from diloco_cli.server.durable import DiskFull
 
     monkeypatch.setattr(conduct, "RETRY_SECONDS", 0.01)
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, storing_all())
     await bench.join()
     store, left = bench.state.store, 3
     file_members = store.file_members
