@@ -117,6 +117,32 @@ def recovery(
     show(found, format)
 
 
+@bench.command()
+def quality(
+    file: Annotated[
+        Path, typer.Option("--file", help="Where cells are kept; those in it are not run again.")
+    ] = Path("build/quality.jsonl"),
+    only: Annotated[str, typer.Option(metavar="REGEX", help="Cells whose names match.")] = "",
+    seeds: Annotated[str, typer.Option(metavar="N,N…", help="Seeds, each its own run.")] = "1,2,3",
+    tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of each cell; 0: as in the published table.")
+    ] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the table into this file (PNG).")] = None,
+    format: OutputFormat = Format.text,
+) -> None:
+    """Compare ways to synchronise by held-out loss at equal tokens.
+
+    Real training steps, frames and merges on a virtual clock, in one process. Takes an hour or
+    more on one core; stopped and started again, it goes on.
+    """
+    from diloco_cli.cli.bench_quality import quality_figures
+
+    table, figures = quality_figures(file, only=only, seeds=seeds, tokens=tokens, plot=plot)
+    if format is Format.text:
+        typer.echo(table)
+    show(figures, format)
+
+
 def show(figures: list[dict[str, Any]], format: Format) -> None:
     """Prints figures, each with the limit it was measured against in the same run."""
     if format is Format.json:

@@ -13,7 +13,7 @@ from diloco_cli.sim.verdict import Verdict
 
 def plot_verdict(verdict: Verdict, file: Path) -> None:
     """Draws a preset's rows over its columns, and the published ones as crosses."""
-    figure, axes = _canvas()
+    figure, axes = canvas()
     places = range(len(verdict.columns))
     for name, row in verdict.rows.items():
         (line,) = axes.plot(places, row, marker="o", markersize=3, label=name)
@@ -28,7 +28,7 @@ def plot_verdict(verdict: Verdict, file: Path) -> None:
 
 def plot_outcomes(found: Sequence[Rehearsed], file: Path) -> None:
     """Draws tokens applied over time for each rehearsal, beside those without a fault."""
-    figure, axes = _canvas()
+    figure, axes = canvas()
     for one in found:
         times = [point[0] for point in one.outcome.timeline]
         tokens = [point[1] for point in one.outcome.timeline]
@@ -42,7 +42,8 @@ def plot_outcomes(found: Sequence[Rehearsed], file: Path) -> None:
     _finish(figure, axes, "tokens in applied updates", file)
 
 
-def _canvas() -> tuple[Any, Any]:
+def canvas(height: float = 5.5) -> tuple[Any, Any]:
+    """An empty picture, or word that nothing here can draw one."""
     try:
         import matplotlib
     except ImportError:
@@ -53,7 +54,7 @@ def _canvas() -> tuple[Any, Any]:
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5.5), dpi=110)
+    figure = Figure(figsize=(9, height), dpi=110)
     return figure, figure.add_subplot()
 
 
@@ -61,6 +62,11 @@ def _finish(figure: Any, axes: Any, title: str, file: Path) -> None:
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
+    save(figure, file)
+
+
+def save(figure: Any, file: Path) -> None:
+    """Writes a picture."""
     figure.tight_layout()
     try:
         figure.savefig(file, format="png")

@@ -39,7 +39,7 @@ class Play:
         self.server = Server(scenario, self.agenda)
         self.server.on_call, self.server.on_publish = self._called, self._published
         cut = _cuts(scenario)
-        self.regions = {site.name: Region(cut(site), scenario) for site in scenario.sites}
+        self.regions = {site.name: self.region_of(cut(site)) for site in scenario.sites}
         self.links = {name: region.site.link for name, region in self.regions.items()}
         self.tally = Tally(scenario, training=len(self.regions))
         self.overlap = scenario.sync.overlap > 0
@@ -47,6 +47,10 @@ class Play:
             self._beat_now(region)
         for fault in scenario.faults:
             self.agenda.at(fault.time, self._struck, fault)
+
+    def region_of(self, site: Site) -> Region:
+        """Whoever plays a site; `training.py` lets it really train."""
+        return Region(site, self.scenario)
 
     def run(self) -> Outcome:
         budget, tally = self.scenario.budget, self.tally

@@ -61,11 +61,15 @@ class Holdings:
     def train(self) -> jax.Array:
         """Makes one inner step; gives its loss, which may not be computed yet."""
         tokens, cursor = self.task.stream.batch(self.cursor)
-        self.params, self.state, loss = self.task.step.step(self.params, self.state, tokens)
-        self.cursor = cursor
+        params, state, loss = self.task.step.step(self.params, self.state, tokens)
+        self.moved(params, state, cursor)
+        return loss
+
+    def moved(self, params: Params, state: State, cursor: dict[str, Any]) -> None:
+        """Books one inner step, whoever made it."""
+        self.params, self.state, self.cursor = params, state, cursor
         self.clock += 1
         self.books = [delta.step(book, self.task.tokens) for book in self.books]
-        return loss
 
     def held(self, number: int) -> np.ndarray:
         """Copies what is held of a fragment to the host; waits for the step in progress."""
