@@ -237,8 +237,8 @@ def _abreast(step: Step) -> Any:
     """The step of several regions in one call; compiled for each number of them."""
 
     def go(params: list[Any], states: list[Any], tokens: jax.Array) -> tuple[list[Any], list[Any]]:
-        together = [jax.tree.map(_stack, *trees) for trees in (params, states)]
-        new, moved, _ = jax.vmap(step.step)(*together, tokens)
+        weights, memories = (jax.tree.map(_stack, *trees) for trees in (params, states))
+        new, moved, _ = jax.vmap(step.step)(weights, memories, tokens)
         return _split(new, len(params)), _split(moved, len(params))
 
     return jax.jit(go, donate_argnums=(0, 1))
