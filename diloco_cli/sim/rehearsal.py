@@ -101,10 +101,10 @@ def pace_of(spec: RunSpec) -> Seconds:
 def _reckoned(spec: RunSpec, sites: Sequence[Site], world: World) -> str:
     """Says of whose steps nothing is known but their arithmetic."""
     unknown = [site for site in sites if site.name not in world.steps]
-    if world.step is None and world.flops is None and pace_of(spec):
-        return f"a step takes the {pace_of(spec):g} s of chaos.step_seconds, divided by the speed"
     if world.step is not None or not unknown:
         return ""
+    if world.flops is None and pace_of(spec):
+        return f"a step takes the {pace_of(spec):g} s of chaos.step_seconds, divided by the speed"
     return (
         f"a step takes {unknown[0].step:.3g} s in {unknown[0].name}: 6 × parameters × tokens at "
         f"{world.flops or CORE_FLOPS:.3g} flop/s"
