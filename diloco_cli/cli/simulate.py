@@ -125,7 +125,7 @@ def simulate(
         kind=_kind(kind),
         server_mtbf=parse_span(server_mtbf) if server_mtbf else math.inf,
         recovery=Recovery(
-            parse_span(detect), parse_span(restart), checkpoint=parse_span(checkpoint)
+            parse_span(detect), parse_span(restart), checkpoint=parse_span(checkpoint), anew=True
         ),
         jitter=jitter,
         cores=cores,

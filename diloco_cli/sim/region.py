@@ -34,6 +34,7 @@ class Region:
             "calls",
             "chance",
             "current",
+            "deaths",
             "down",
             "failing",
         ),
@@ -52,7 +53,7 @@ class Region:
         self.images: dict[int, tuple[int, str]] = {}
         """Versions that arrived and are not adopted yet, each with our last merged frame."""
         self.calls: dict[int, int] = {}
-        self.steps, self.factor, self.beats = 0, 1.0, 0
+        self.steps, self.factor, self.beats, self.deaths = 0, 1.0, 0, 0
         self.training, self.alive, self.failing, self.waiting = True, True, False, False
         self.began = self.saved_at = 0.0
         self.current = self._draw()

@@ -53,6 +53,8 @@ class Recovery:
     """Weibull's shape of the time to restart; infinite: always the same."""
     checkpoint: Seconds = 20.0
     """Between two durable points; what was trained since, and is in no frame, is lost."""
+    anew: bool = False
+    """A kill on the way back begins it anew; otherwise it costs nothing more."""
     at_boundary: bool = False
     """The group finishes its step without the lost chips and loses only time."""
 

@@ -213,6 +213,10 @@ class Play:
             ends = region.boundary(self.agenda.now)
             at = ends if self.scenario.recovery.at_boundary else self.agenda.now
             self.agenda.at(at, self._dies, region, fault)
+        elif self.scenario.recovery.anew and fault.kind in ("kill-trainer", "kill-region"):
+            self.tally.faults += 1
+            region.alive = region.alive and fault.kind != "kill-region"
+            self._comes_back(region, fault.duration)
 
     def _recovers(self, region: Region) -> None:
         region.paced(1.0, now=self.agenda.now)
@@ -232,10 +236,15 @@ class Play:
         lapses = fault.kind == "pause" and (fault.duration or 0.0) > self.scenario.hub.lease
         region.alive = fault.kind not in ("kill-region", "leave") and not lapses
         self.tally.counted(region, training=False, now=now, was=was)
-        away = fault.duration
+        self._comes_back(region, fault.duration)
+
+    def _comes_back(self, region: Region, away: Seconds | None) -> None:
+        """Begins the way back; whatever had begun before comes to nothing."""
         if away is None:
-            away = recovery.detect + self._restart_time(region)
-        self.agenda.at(now + away, self._returns, region, not region.alive)
+            away = self.scenario.recovery.detect + self._restart_time(region)
+        region.deaths += 1
+        back = self.agenda.now + away
+        self.agenda.at(back, self._returns, region, region.deaths)
 
     def _restart_time(self, region: Region) -> Seconds:
         recovery = self.scenario.recovery
@@ -244,15 +253,19 @@ class Play:
         scale = recovery.restart / math.gamma(1.0 + 1.0 / recovery.shape)
         return region.chance.weibullvariate(scale, recovery.shape)
 
-    def _returns(self, region: Region, fetches: bool) -> None:
+    def _returns(self, region: Region, death: int) -> None:
         """A host that was lost fetches the weights anew; a trainer finds them on its disk."""
-        if not fetches:
-            self._trains_again(region)
+        if death != region.deaths:
+            return
+        if region.alive:
+            self._trains_again(region, death)
             return
         length = math.ceil(self.scenario.parameters * self.scenario.whole_bits / 8)
-        self.agenda.at(self._fetched(region, length), self._trains_again, region)
+        self.agenda.at(self._fetched(region, length), self._trains_again, region, death)
 
-    def _trains_again(self, region: Region) -> None:
+    def _trains_again(self, region: Region, death: int) -> None:
+        if death != region.deaths:
+            return
         now, reborn = self.agenda.now, not region.alive
         region.start(now=now)
         self.tally.counted(region, training=True, now=now)

@@ -35,7 +35,7 @@ def foretold(folder: Path) -> dict[str, Any]:
     back = [fault["recovery"] for fault in struck if fault.get("recovery")]
     detect = statistics.mean(one["detect"] for one in back) if back else 0.0
     total = statistics.mean(one["total"] for one in back) if back else 1.0
-    recovery = Recovery(detect, total - detect, checkpoint=SHORTEST)
+    recovery = Recovery(detect, total - detect, checkpoint=SHORTEST, anew=True)
     planned = {fault.time: fault for fault in faults.load(folder / "schedule.json", names)}
     inflicted = faults.in_order(
         replace(planned[fault["time"]], time=fault["at"]) for fault in struck

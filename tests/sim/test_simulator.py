@@ -147,6 +147,14 @@ def test_what_was_trained_since_the_checkpoint_is_lost():
     assert kept > lost + 0.01
 
 
+@pytest.mark.parametrize(("anew", "down"), [(False, 20.0), (True, 32.0)])
+def test_a_kill_on_the_way_back_costs_what_it_is_said_to(anew: bool, down: float):
+    recovery = Recovery(detect=2.0, restart=18.0, checkpoint=1e-9, anew=anew)
+    twice = [Fault(100.0, "kill-trainer", "r0"), Fault(112.0, "kill-trainer", "r0")]
+    found = simulate(scenario(regions=1, seconds=400.0, faults=twice, recovery=recovery))
+    assert found.goodput_time == pytest.approx(1 - down / 400.0, abs=0.005)
+
+
 def test_one_dead_region_stops_nobody_but_the_job_that_needs_it():
     fault = [Fault(100.0, "kill-region", "r0", 400.0)]
     free = simulate(scenario(faults=fault))
