@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,16 +49,16 @@ CHECKPOINT = 80
 class Budget:
     """What all cells of a table have in common."""
 
-    tokens: int = 524_288
-    batch: int = 32
+    tokens: int = 1_572_864
+    batch: int = 64
     """Sequences in a step of all regions together."""
     sequence: int = 32
     layers: int = 1
     width: int = 32
     heads: int = 1
     warmup: int = 50
-    lr: float = 8e-3
-    """Inner; the best of 4, 8 and 16 for data parallel, on a seed that is not reported."""
+    lr: float = 32e-3
+    """Inner; the best of 8, 16, 32 and 64 e-3 for data parallel, on a seed that is not reported."""
     windows: int = 4096
     """Held-out sequences that a result is measured on."""
 
@@ -83,7 +84,7 @@ def spec_of(cell: Cell, budget: Budget, seed: int) -> RunSpec:
         "inner": {
             "batch": budget.batch // count,
             "sequence": budget.sequence,
-            "optimizer": {"kind": "adamw", "lr": budget.lr},
+            "optimizer": {"kind": "adamw", "lr": round(budget.lr / math.sqrt(count), 5)},
             "schedule": {"kind": "cosine", "warmup": budget.warmup, "floor": 0.1},
         },
         "regions": [{"name": f"r{n}", "speed": speed} for n, speed in enumerate(speeds)],
