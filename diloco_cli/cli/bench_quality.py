@@ -30,7 +30,7 @@ def quality_figures(
     rows = quality_table.rows(cells, records)
     if plot is not None:
         quality_table.plot(rows, plot)
-    return quality_table.markdown(rows), quality_table.verdicts(rows)
+    return quality_table.markdown(rows), quality_table.verdicts(records)
 
 
 def chosen(only: str) -> list[Cell]:

@@ -74,8 +74,9 @@ def read(file: Path) -> list[Record]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            record["id"], record["cell"], record["seed"]
-        except (ValueError, KeyError, TypeError):
+            if not {"id", "cell", "seed"} <= record.keys():
+                raise ValueError
+        except (ValueError, AttributeError):
             if number == len(lines):
                 break
             raise StoreError(
