@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint model dst killloop powercut load poison chaos fuzz schema rehearse bench docs clean
+.PHONY: install demo test lint model dst killloop powercut load poison chaos fuzz schema rehearse bench quality docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -76,6 +76,9 @@ bench: install                   ## figures, each beside its limit from the same
 	$(BIN)/diloco bench wire
 	$(BIN)/diloco bench link
 	$(BIN)/diloco bench recovery
+
+quality: install                 ## held-out loss of every way to synchronise; hours, goes on where it stopped
+	nice -n 5 $(BIN)/diloco bench quality --file build/quality.jsonl --plot build/quality.png
 
 docs: install                    ## the generated reference pages
 	$(BIN)/python -m diloco_cli.cli.reference docs/reference

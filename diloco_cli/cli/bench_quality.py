@@ -14,7 +14,7 @@ from diloco_cli.sim.cells import Cell, table
 
 
 def quality_figures(
-    file: Path, *, only: str, seeds: str, tokens: int, plot: Path | None
+    file: Path, *, only: str, seeds: str, tokens: int, workers: int, plot: Path | None
 ) -> tuple[str, list[dict[str, Any]]]:
     """Runs what is missing in the file; gives the table and the goals it can judge."""
     cells, numbers = chosen(only), seeds_of(seeds)
@@ -26,11 +26,11 @@ def quality_figures(
     from diloco_cli.sim.quality_run import run_cells
 
     budget = Budget(tokens=tokens) if tokens else Budget()
-    records = run_cells(cells, numbers, budget, file, _say)
+    records = run_cells(cells, numbers, budget, file, _say, workers=workers)
     rows = quality_table.rows(cells, records)
     if plot is not None:
         quality_table.plot(rows, plot)
-    return quality_table.markdown(rows), quality_table.verdicts(rows)
+    return quality_table.markdown(rows), quality_table.verdicts(records)
 
 
 def chosen(only: str) -> list[Cell]:

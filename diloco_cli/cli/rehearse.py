@@ -127,6 +127,7 @@ def quality(
     tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of each cell; 0: as in the published table.")
     ] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Cells that run at the same time.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw the table into this file (PNG).")] = None,
     format: OutputFormat = Format.text,
 ) -> None:
@@ -137,7 +138,9 @@ def quality(
     """
     from diloco_cli.cli.bench_quality import quality_figures
 
-    table, figures = quality_figures(file, only=only, seeds=seeds, tokens=tokens, plot=plot)
+    table, figures = quality_figures(
+        file, only=only, seeds=seeds, tokens=tokens, workers=workers, plot=plot
+    )
     if format is Format.text:
         typer.echo(table)
     show(figures, format)

@@ -3,40 +3,66 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from diloco_cli.errors import StoreError
 from diloco_cli.sim.cells import Cell
 from diloco_cli.sim.quality import Budget, name_of, run_cell
+from diloco_cli.worker.task import set_up
 
+Record = dict[str, Any]
 Say = Callable[[str], None]
 
 
 def run_cells(
-    cells: Iterable[Cell], seeds: Sequence[int], budget: Budget, file: Path, say: Say
-) -> list[dict[str, Any]]:
+    cells: Sequence[Cell],
+    seeds: Sequence[int],
+    budget: Budget,
+    file: Path,
+    say: Say,
+    *,
+    workers: int = 1,
+) -> list[Record]:
     """Adds a line to the file for every cell that is not in it; gives all that were asked for."""
     known = {record["id"]: record for record in read(file)}
     asked = [(cell, seed, name_of(cell, budget, seed)) for seed in seeds for cell in cells]
-    missing = [one for one in asked if one[2] not in known]
+    # Two names may mean the same run.
+    missing = {name: (cell, seed) for cell, seed, name in asked if name not in known}
     say(f"{len(asked)} cells, {len(asked) - len(missing)} of them in {file}")
     began = time.monotonic()
-    for number, (cell, seed, name) in enumerate(missing, 1):
-        if name in known:  # Two names for one thing.
-            continue
-        record = known[name] = run_cell(cell, budget, seed)
+    results = _one_by_one if workers == 1 else _side_by_side
+    for number, record in enumerate(results(list(missing.values()), budget, workers), 1):
+        known[record["id"]] = record
         _append(file, record)
         left = (time.monotonic() - began) / number * (len(missing) - number)
         found = record.get("failed") or f"{record['loss']:.4f}"
-        say(f"{number} of {len(missing)}: {cell.name}, seed {seed}: {found}; {left / 60:.0f} min")
-    # Under the name that was asked for: two names may mean the same run.
+        say(
+            f"{number} of {len(missing)}: {record['cell']}, seed {record['seed']}: {found}; "
+            f"{left / 60:.0f} min left"
+        )
     return [{**known[name], "cell": cell.name} for cell, _, name in asked]
 
 
-def read(file: Path) -> list[dict[str, Any]]:
+def _one_by_one(wanted: list[tuple[Cell, int]], budget: Budget, workers: int) -> Iterator[Record]:
+    for cell, seed in wanted:
+        yield run_cell(cell, budget, seed)
+
+
+def _side_by_side(wanted: list[tuple[Cell, int]], budget: Budget, workers: int) -> Iterator[Record]:
+    # Processes that begin anew: a fork of one that has JAX's threads would hang.
+    with ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=set_up, initargs=(None,)
+    ) as pool:
+        for done in as_completed([pool.submit(run_cell, c, budget, seed) for c, seed in wanted]):
+            yield done.result()
+
+
+def read(file: Path) -> list[Record]:
     """Reads what was measured; a line that a death cut off is measured again."""
     try:
         lines = file.read_text("utf-8").splitlines()
@@ -48,8 +74,9 @@ def read(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            record["id"], record["cell"], record["seed"]
-        except (ValueError, KeyError, TypeError):
+            if not {"id", "cell", "seed"} <= record.keys():
+                raise ValueError
+        except (ValueError, AttributeError):
             if number == len(lines):
                 break
             raise StoreError(
@@ -59,7 +86,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _append(file: Path, record: dict[str, Any]) -> None:
+def _append(file: Path, record: Record) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         text = file.read_text("utf-8") if file.exists() else ""

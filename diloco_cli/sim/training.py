@@ -31,6 +31,7 @@ from diloco_cli.sim.scenario import Scenario, Site
 from diloco_cli.sim.simulator import Play
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.frame import Frame, open_frame, vector_digest
+from diloco_cli.worker.holdings import Holdings
 from diloco_cli.worker.step import Step
 from diloco_cli.worker.task import Task
 
@@ -94,6 +95,8 @@ class Training(Play):
         self.up_bytes = self.up_values = self.down_bytes = self.down_values = 0
         self._tasks, self._habits = tasks, habits or Habits()
         self.learners: list[Learner] = []
+        self._alike: dict[Step, int] = {}
+        """How many learners share a compiled step."""
         self.made = [[version] for version in first_versions(spec, self.parts)]
         super().__init__(scenario)
 
@@ -112,7 +115,7 @@ class Training(Play):
         due = [(learner, learner.due(now)) for learner in self.learners]
         for number in range(max((steps for _, steps in due), default=0)):
             ready = [learner for learner, steps in due if steps > number]
-            train_together([learner for learner in ready if self._may(learner)])
+            train_together([learner for learner in ready if self._may(learner)], self._alike)
 
     def _may(self, learner: Learner) -> bool:
         if self.left < learner.task.tokens:
@@ -131,6 +134,8 @@ class Training(Play):
     def region_of(self, site: Site) -> Region:
         learner = Learner(site, self.scenario, self._tasks[site.name], self, self._habits)
         self.learners.append(learner)
+        step = learner.task.step
+        self._alike[step] = self._alike.get(step, 0) + 1
         return learner
 
     def _published(self, fragment: int, members: dict[str, Receipt]) -> None:
@@ -209,27 +214,31 @@ class Training(Play):
         )
 
 
-def train_together(learners: Sequence[Learner]) -> None:
-    """Makes one step of each; those that step alike and all at once in one go.
+def train_together(learners: Sequence[Learner], alike: Mapping[Step, int]) -> None:
+    """Makes one step of each; all that share a compiled step in one call, if none is missing.
 
-    A small model's step is mostly overhead, which is then paid once.
+    A small model's step is mostly overhead, which is then paid once. Fewer than all step one
+    by one: every other number of them would have to be compiled.
     """
-    alike: dict[int, list[Learner]] = {}
+    groups: dict[Step, list[Learner]] = {}
     for learner in learners:
-        alike.setdefault(id(learner.task.step), []).append(learner)
-    for group in alike.values():
-        if len(group) == 1:
-            group[0].own.train()
+        groups.setdefault(learner.task.step, []).append(learner)
+    for step, group in groups.items():
+        if 1 < len(group) == alike[step]:
+            _train_abreast(step, [learner.own for learner in group])
         else:
-            own = [learner.own for learner in group]
-            batches = [one.task.stream.batch(one.cursor) for one in own]
-            params, states = [one.params for one in own], [one.state for one in own]
-            tokens = np.stack([tokens for tokens, _ in batches])
-            moved = _abreast(own[0].task.step)(params, states, tokens)
-            for one, new, state, (_, cursor) in zip(own, *moved, batches, strict=True):
-                one.moved(new, state, cursor)
+            for learner in group:
+                learner.own.train()
         for learner in group:
             learner.stepped()
+
+
+def _train_abreast(step: Step, own: Sequence[Holdings]) -> None:
+    batches = [one.task.stream.batch(one.cursor) for one in own]
+    tokens = np.stack([tokens for tokens, _ in batches])
+    moved = _abreast(step)([one.params for one in own], [one.state for one in own], tokens)
+    for one, params, state, (_, cursor) in zip(own, *moved, batches, strict=True):
+        one.moved(params, state, cursor)
 
 
 @functools.lru_cache(maxsize=24)

@@ -169,7 +169,19 @@ def test_every_cell_is_a_run_and_is_compared_with_one_of_the_table():
         spec_of(cell, Budget(), 1)
         assert cell.against in cells or not cell.against
     assert {goal.cell for goal in GOALS} | {goal.against for goal in GOALS} <= set(cells)
+
+
+def test_goals_are_judged_by_seeds_that_both_have():
+    def record(cell: str, seed: int, loss: float) -> dict[str, object]:
+        return {"cell": cell, "seed": seed, "loss": loss, "goodput": 1.0}
+
     assert verdicts([]) == []
+    found = [record("data parallel", 1, 2.0), record("data parallel", 2, 9.0)]
+    found += [record("regions 2", 1, 2.01), {"cell": "regions 4", "seed": 1, "failed": "diverged"}]
+    (only,) = verdicts(found)
+    assert only["ratio"] == pytest.approx(1.005) and only["met"]
+    (only,) = verdicts([found[0], record("regions 2", 1, 2.02)])
+    assert not only["met"]
 
 
 def test_a_cell_comes_with_the_one_it_is_compared_with():
