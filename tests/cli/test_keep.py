@@ -28,6 +28,7 @@ data: {kind: python-source}
 inner: {batch: 2, sequence: 32}
 regions: [{name: left}, {name: right}]
 sync: {fragments: 2, every: 4, overlap: 1, grace: {kind: fixed, seconds: 5}}
+server: {store: {kind: folder, whole: 1}}
 """
 
 

@@ -116,5 +116,5 @@ def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monk
     assert run.trainers() == []
 
     code, _, said = diloco("stop", url, "--certs", operator)
-    assert code == 0 and "has stopped" in said
+    assert code == 0 and "has stopped" in said, said
     assert run.exit_code(server) == 0
