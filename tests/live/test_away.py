@@ -116,14 +116,14 @@ def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monk
     assert run.trainers() == []
 
     # A server that takes in what was revoked may hear nobody for a moment.
-    said: list[str] = []
-    run.wait_for(lambda: _stopped(url, operator, said), seconds=60.0)
-    assert "has stopped" in said[-1], said
+    answers: list[str] = []
+    run.wait_for(lambda: _stopped(url, operator, answers), seconds=60.0)
+    assert "has stopped" in answers[-1], answers
     assert run.exit_code(server) == 0
 
 
-def _stopped(url: str, operator: Path, said: list[str]) -> bool:
+def _stopped(url: str, operator: Path, answers: list[str]) -> bool:
     code, _, words = diloco("stop", url, "--certs", operator)
-    said.append(words)
+    answers.append(words)
     assert code in (0, 4), words
     return code == 0
