@@ -125,7 +125,8 @@ def _moved(act: Callable[[], float]) -> Moved:
     before, began = _processor(), time.monotonic()
     rate = act()
     size = rate * (time.monotonic() - began)
-    return Moved(rate, (_processor() - before) / size * 1e9)
+    # The kernel counts in hundredths; a small body takes less than one.
+    return Moved(rate, max(_processor() - before, 0.01) / size * 1e9)
 
 
 def _processor() -> float:
