@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from diloco_cli.cli.folder import held, read_json, refuse_foreign, set_aside
 from diloco_cli.cli.link import Asking
 from diloco_cli.cli.run import Plan, write_json
 from diloco_cli.cli.stormy import StormyRun
-from diloco_cli.errors import RunFailed, SpecError
+from diloco_cli.errors import SpecError
 from diloco_cli.launch.local import LocalLauncher, deal_cores, my_cores, serve_role, work_role
 from diloco_cli.observe.events import read_events
 from diloco_cli.observe.terminal import Progress
@@ -28,8 +27,6 @@ from diloco_cli.sim.faults import Fault
 from diloco_cli.sim.network import parse_link
 from diloco_cli.spec.resolved import FILE, write_resolved
 from diloco_cli.spec.schema import ChaosSpec, RunSpec
-
-PARALLEL = "diloco_cli.sim.parallel"
 
 
 @dataclass(frozen=True)
@@ -134,16 +131,11 @@ def _local(
 def _parallel(
     spec: RunSpec, chaos: ChaosSpec, faults: Sequence[Fault], asked: Asked
 ) -> tuple[int, dict[str, Any]]:
-    if find_spec(PARALLEL) is None:
-        raise RunFailed(
-            f"--method {asked.method} is not in this version.",
-            hint="Methods that are: decoupled, streaming, synchronous.",
-        )
-    from importlib import import_module
+    from diloco_cli.sim.parallel import run_parallel
 
-    record = import_module(PARALLEL).run_parallel(
+    record = run_parallel(
         spec,
-        faults,
+        list(faults),
         asked.folder,
         elastic=asked.method == "elastic",
         seconds=chaos.seconds,

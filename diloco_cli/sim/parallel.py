@@ -92,8 +92,7 @@ def run_parallel(
 
 def chaos_of(spec: RunSpec, key: str) -> Any:
     """What the spec's `chaos` says under this key; None where it says nothing."""
-    chaos: Any = spec.chaos or {}
-    return chaos.get(key) if isinstance(chaos, dict) else getattr(chaos, key)
+    return getattr(spec.chaos, key) if spec.chaos else None
 
 
 @dataclass

@@ -33,7 +33,7 @@ class Reporter:
         self._evaluated_at = sum(self.heldout["versions"]) if self.heldout else None
         self._worked = self._blocked = self._lost = self._pace = self.newly_lost = 0.0
         # A spec that sets the pace has said how fast the region is when nothing is wrong.
-        step = getattr(getattr(task.spec, "chaos", None), "step_seconds", None)
+        step = task.spec.chaos.step_seconds if task.spec.chaos else None
         self._paced = task.tokens * task.spec.region(task.region).speed / step if step else 0.0
         self._step = -1
         sync = task.spec.sync

@@ -11,7 +11,7 @@ import numpy as np
 
 from diloco_cli.sim.faults import Fault
 from diloco_cli.sim.parallel import run_parallel
-from diloco_cli.spec.schema import RunSpec
+from diloco_cli.spec.schema import ChaosSpec, RunSpec
 from diloco_cli.worker import resume
 
 PATIENCE = 240.0
@@ -35,7 +35,7 @@ def spec_of(folder: Path, *regions: str, step_seconds: float = 0.05, **inner: An
             "evaluate": {"batches": 2},
         }
     )
-    return spec.model_copy(update={"chaos": {"step_seconds": step_seconds}})
+    return spec.model_copy(update={"chaos": ChaosSpec(step_seconds=step_seconds)})
 
 
 def moments(hub: Any, what: str, region: str) -> list[float]:
