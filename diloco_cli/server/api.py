@@ -198,6 +198,7 @@ CALLS = (
             404: "not published yet",
             410: "no longer kept",
             416: "a range beyond the end",
+            503: "busy: too many of these are being sent; try again after Retry-After",
         },
         {"version": "every fragment at this version; the newest of each when left out"},
         gives=_FRAME,

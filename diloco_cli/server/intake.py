@@ -26,7 +26,7 @@ from diloco_cli.core.rounds import Accept, Receipt
 from diloco_cli.errors import WireError
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.denied import Denied
-from diloco_cli.server.parts import Address, Part, Parts, Range
+from diloco_cli.server.parts import Address, Gathering, Part, Parts, Range
 from diloco_cli.server.receiving import AGAIN, batches, too_large
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import Draft
@@ -66,7 +66,8 @@ class Intake:
         """Reads one contribution and answers what becomes of it."""
         limit = self._limit(address)
         with self._under_way(address, length, limit, length or limit):
-            draft = await asyncio.to_thread(self._state.store.draft_payload, length or limit)
+            # What others have been promised is not there for us.
+            draft = await asyncio.to_thread(self._state.store.draft_payload, self._bytes)
             try:
                 async for batch in batches(body, limit, SILENCE_SECONDS):
                     await asyncio.to_thread(draft.write_pieces, batch)
@@ -101,14 +102,13 @@ class Intake:
         self._coordinator.check_epoch(address.region, address.epoch)
         key = (address.region, address.fragment, frame)
         if key not in self._deciding:
-            draft = await self._parts.collect(address, frame)
-            if draft is None and key not in self._deciding:
+            found = self._parts.collect(address, frame)
+            if found is None:
                 return await self._without_parts(address, frame)
-            if draft is not None:
-                # Whoever asked may be gone before it is decided, and ask again.
-                task = asyncio.create_task(self._decide_draft(address, draft))
-                self._deciding[key] = task
-                task.add_done_callback(lambda done: self._decided(key, done))
+            # Whoever asked may be gone before it is decided, and ask again.
+            task = asyncio.create_task(self._decide_parts(address, found))
+            self._deciding[key] = task
+            task.add_done_callback(lambda done: self._decided(key, done))
         return await asyncio.shield(self._deciding[key])
 
     def _decided(self, key: tuple[str, int, str], done: asyncio.Task[rounds.Answer]) -> None:
@@ -116,7 +116,8 @@ class Intake:
         if not done.cancelled():
             done.exception()  # Nobody may be left to hear it; that is no reason to complain.
 
-    async def _decide_draft(self, address: Address, draft: Draft) -> rounds.Answer:
+    async def _decide_parts(self, address: Address, found: Gathering) -> rounds.Answer:
+        draft = await self._parts.at_rest(found)
         try:
             return await self._decide(address, draft)
         finally:

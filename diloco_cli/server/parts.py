@@ -30,7 +30,7 @@ READ_BYTES = 1 << 20
 MOST_RANGES = 4096
 """Ranges apart from each other; nobody who means it leaves so many gaps."""
 
-__all__ = ["Address", "Part", "Parts", "Range"]
+__all__ = ["Address", "Gathering", "Part", "Parts", "Range"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,10 @@ class Gathering:
         self.have = joined
 
     @property
+    def missing(self) -> int:
+        return self.size - sum(stop - start for start, stop in self.have)
+
+    @property
     def complete(self) -> bool:
         return self.have == [(0, self.size)]
 
@@ -122,19 +126,24 @@ class Parts:
             await self._drop_if_empty(gathering, part)
         return list(gathering.have)
 
-    async def collect(self, address: Address, frame: str) -> Draft | None:
-        """Gives the draft of a frame that is complete, and forgets it; None when it is not."""
+    def collect(self, address: Address, frame: str) -> Gathering | None:
+        """Gives a frame that is complete, and forgets it; None when it is not."""
         key = (address.region, address.fragment)
         found = self._gathering.get(key)
         if found is None or not found.is_of(address, frame) or not found.complete:
             return None
         del self._gathering[key]
-        await self._end(found)
-        found.draft.size = found.size
-        return found.draft
+        return found
+
+    async def at_rest(self, gathering: Gathering) -> Draft:
+        """Gives the draft of a collected frame, once nobody writes to it any more."""
+        await self._end(gathering)
+        gathering.draft.size = gathering.size
+        return gathering.draft
 
     async def _begun(self, address: Address, part: Part) -> Gathering:
         """The gathering this part belongs to; one of an older frame makes room for it."""
+        await self._sweep()
         key = (address.region, address.fragment)
         found = self._gathering.get(key)
         if found and found.is_of(address, part.frame):
@@ -146,8 +155,8 @@ class Parts:
             mine = (found.address.epoch, found.address.clock)
             if mine > (address.epoch, address.clock):
                 raise _conflict(f"Frame {found.address.clock} is on its way already.", found)
-        await self._sweep()
-        draft = self._shelf.begin(address, part.frame, part.size)
+        missing = sum(each.missing for each in self._gathering.values())
+        draft = self._shelf.begin(address, part.frame, part.size, promised=missing)
         begun = self._gathering[key] = Gathering(address, part.frame, part.size, draft)
         if found:
             await self._discard(found)
@@ -193,22 +202,21 @@ class Parts:
     ) -> None:
         """Writes the body at its place and lists it, if it is what its sender says."""
         found, at = 0, part.start
-
-        def put(batch: Batch, offset: int, before: int) -> int:
-            gathering.draft.write_pieces(batch, offset)
-            for piece in batch:
-                before = crc32(piece, before)
-            return before
-
-        async for batch in body:
-            if gathering.over or gathering.writers.get(part.start) is not token:
-                raise _conflict("It was sent again, or a newer frame came.", gathering)
-            gathering.writing += 1
-            try:
-                found = await asyncio.to_thread(put, batch, at, found)
-            finally:
-                gathering.writing -= 1
-            at += sum(map(len, batch))
+        under_way: asyncio.Future[int] | None = None
+        try:
+            async for batch in body:  # The next one comes in while this one is written.
+                if under_way:
+                    found = await asyncio.shield(under_way)
+                if gathering.over or gathering.writers.get(part.start) is not token:
+                    raise _conflict("It was sent again, or a newer frame came.", gathering)
+                under_way = _put(gathering, batch, at, found)
+                at += sum(map(len, batch))
+            if under_way:
+                found = await asyncio.shield(under_way)
+        finally:
+            if under_way:
+                await asyncio.wait({under_way})
+                under_way.exception()  # Whoever sent it may be gone.
         if at < part.stop:
             raise Denied(
                 "damaged",
@@ -243,6 +251,8 @@ class Parts:
         """Takes a part that is there already once more, if it has the same bytes."""
         async for _ in body:
             pass  # Some clients cannot hear an answer before they have said everything.
+        if gathering.over:
+            raise _conflict("The frame was completed, or a newer one came.", gathering)
         gathering.writing += 1
         try:
             found = await asyncio.to_thread(_digest, gathering.draft, part)
@@ -250,6 +260,25 @@ class Parts:
             gathering.writing -= 1
         if found != part.digest:
             raise _conflict(f"Other bytes are at {part.start}-{part.stop - 1} already.", gathering)
+
+
+def _put(gathering: Gathering, batch: Batch, at: int, before: int) -> asyncio.Future[int]:
+    """Writes a batch to its place; goes on with the check value of what came before."""
+
+    def put() -> int:
+        gathering.draft.write_pieces(batch, at)
+        found = before
+        for piece in batch:
+            found = crc32(piece, found)
+        return found
+
+    def written(_: asyncio.Future[int]) -> None:
+        gathering.writing -= 1
+
+    gathering.writing += 1  # Now, not when it begins: until then the draft might be given up.
+    under_way = asyncio.ensure_future(asyncio.to_thread(put))
+    under_way.add_done_callback(written)
+    return under_way
 
 
 def _digest(draft: Draft, part: Part) -> str:

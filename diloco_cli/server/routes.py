@@ -7,9 +7,11 @@ calls and what they may answer are listed in `api.CALLS`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.metadata
 import json
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from diloco_cli.server.receiving import too_large
 from diloco_cli.server.sending import send
 from diloco_cli.server.status import status
 from diloco_cli.server.tail import tail
+from diloco_cli.server.weights import Model
 from diloco_cli.wire.messages import (
     EPOCH_HEADER,
     LONG_POLL_SECONDS,
@@ -45,6 +48,8 @@ from diloco_cli.wire.messages import (
 
 LONGEST_WAIT = 60.0
 MOST_JSON_BYTES = 1 << 16
+MOST_MODELS = 4
+"""Downloads of whole models at once: a slow one keeps the weights of its version in memory."""
 
 
 class Routes:
@@ -56,6 +61,8 @@ class Routes:
         self.intake = Intake(coordinator)
         self._events = events
         self._url = url
+        self._lent: weakref.WeakSet[Model] = weakref.WeakSet()
+        """Whole models that are being sent, each with the memory of its version."""
 
     # Regions
 
@@ -201,6 +208,15 @@ class Routes:
         asked = _number(request, "version", -1) if "version" in request.query_params else None
         await self.state.commit.durable()
         weights = self.state.weights
+        if len(self._lent) >= MOST_MODELS:
+            gc.collect()  # One that was broken off may still be about.
+        if len(self._lent) >= MOST_MODELS:
+            raise Denied(
+                "busy",
+                f"{MOST_MODELS} downloads of the whole model are under way, the most there may be.",
+                "Try again when one of them is over.",
+                headers={"retry-after": "5"},
+            )
         if asked is None:
             model = weights.model()
         else:
@@ -213,6 +229,7 @@ class Routes:
                 f"Not every fragment has version {asked} here; the newest are {clock}.",
                 "Leave `version` out for the newest of each fragment.",
             )
+        self._lent.add(model)
         request.state.digest = f"versions {model.versions}"
         beside = {
             # Under this path the newest weights are others tomorrow.

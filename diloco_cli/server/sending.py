@@ -45,15 +45,28 @@ def send(
     media = "application/octet-stream"
     if request.method == "HEAD":
         return Response(status_code=status, headers=headers, media_type=media)
-    body = _counted(resource.read(start, stop), sent)
+    body = _counted(resource.read(start, stop), stop - start, sent)
     return StreamingResponse(body, status, headers, media)
 
 
-async def _counted(pieces: Iterator[bytes], sent: Callable[[int], None]) -> AsyncIterator[bytes]:
-    while taken := await asyncio.to_thread(lambda: list(islice(pieces, AT_A_TIME))):
+async def _counted(
+    pieces: Iterator[bytes], left: int, sent: Callable[[int], None]
+) -> AsyncIterator[bytes]:
+    """Gives `left` bytes; while some are sent, the next are read."""
+
+    def read() -> list[bytes]:
+        return list(islice(pieces, AT_A_TIME))
+
+    ahead = asyncio.ensure_future(asyncio.to_thread(read))
+    while taken := await ahead:
+        left -= sum(map(len, taken))
+        if left > 0:
+            ahead = asyncio.ensure_future(asyncio.to_thread(read))
         for piece in taken:
             sent(len(piece))
             yield piece
+        if left <= 0:
+            return
 
 
 def _asked(request: Request, resource: Resource | Model) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ ends it at once; nothing acknowledged is lost either way.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -105,6 +106,7 @@ async def _serve(
             _watch_parent(coordinator)
         await listener.start()
         conducting = asyncio.create_task(coordinator.run())
+        gc.freeze()  # What is loaded by now stays; there is no need to look through it ever again.
         coordinator.state.store.announce(url)
         _greet(coordinator, url, time.monotonic() - began)
         await _until_done(coordinator, listener)

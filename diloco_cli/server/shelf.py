@@ -1,7 +1,7 @@
 """Half-received frames that outlive the server.
 
-    server/parts/REGION.FRAGMENT.DIGEST.bytes   the frame, as far as it is there
-    server/parts/REGION.FRAGMENT.DIGEST.have    which of its bytes are, in JSON
+    server/parts/REGION.FRAGMENT.DIGEST.CLOCK.CHANCE.bytes   the frame, as far as it is there
+    server/parts/REGION.FRAGMENT.DIGEST.CLOCK.CHANCE.have    which of its bytes are, in JSON
 
 A part is written before it is listed and listed before it is acknowledged, so whatever a
 killed server leaves behind is true. Nothing is flushed for it: after a power cut bytes may
@@ -13,7 +13,7 @@ What nobody has gone on with for a day is removed.
 
 from __future__ import annotations
 
-import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from diloco_cli.disk import draft_of, write_bytes
+from diloco_cli.disk import keep_bytes
 from diloco_cli.errors import WireError
 from diloco_cli.server.durable import disk_errors
 from diloco_cli.server.store import Draft, Store
@@ -88,11 +88,16 @@ class Shelf:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def begin(self, address: Address, frame: str, size: int) -> Kept:
-        """Makes room for a frame; raises DiskFull where there is none."""
-        folder = self._store.parts_folder(size)
+    def begin(self, address: Address, frame: str, size: int, *, promised: int = 0) -> Kept:
+        """Makes room for a frame; raises DiskFull where there is none.
+
+        `promised` bytes belong to frames that are on their way already.
+        """
+        folder = self._store.parts_folder(size + promised)
         name = f"{address.region}.{address.fragment}.{frame[:32]}.{address.clock}"
-        return Kept(folder / f"{name}.bytes", again=True)
+        # A file of its own, always: one that is being decided on, or given up, has the same name
+        # but for this, and whoever could open it again could change what was checked.
+        return Kept(folder / f"{name}.{secrets.token_hex(8)}.bytes")
 
     def note(
         self, draft: Kept, address: Address, frame: str, size: int, have: Sequence[Range]
@@ -100,9 +105,7 @@ class Shelf:
         """Lists what is there of a frame, in place of what was listed before."""
         said = Listed(**vars(address), frame=frame, size=size, have=tuple(have))
         with disk_errors(draft.list):
-            written = draft_of(draft.list)
-            write_bytes(written, said.body())
-            os.replace(written, draft.list)
+            keep_bytes(draft.list, said.body(), durable=False)
 
     def load(self) -> Iterator[tuple[Listed, Kept]]:
         """Yields what an earlier server has left, oldest first; removes what is of no use."""

@@ -20,6 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from diloco_cli.core.fragments import Layout, Piece
+from diloco_cli.errors import StoreError
+from diloco_cli.server.durable import disk_errors
 from diloco_cli.server.merging import Version, frame_header
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import Store
@@ -156,7 +158,12 @@ class Weights:
         header = frame_header(self.recipe, self._store.run, "whole", about, version)
         data = pack(header, version.state.published)
         path = self._whole_path(fragment, version.number)
-        path.write_bytes(data)
+        try:
+            with disk_errors(path):
+                path.write_bytes(data)
+        except StoreError:
+            path.unlink(missing_ok=True)
+            raise
         return Resource(((path, len(data)),), f'"{version.number}-{data[-16:].hex()}"')
 
     def _whole_path(self, fragment: int, number: int) -> Path:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 
 from diloco_cli import disk as files
 from diloco_cli.errors import StoreError
-from diloco_cli.server import claim, serve, store
+from diloco_cli.server import claim, serve, shelf, store
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.opening import open_coordinator
 from diloco_cli.server.recipe import Recipe
@@ -178,6 +178,7 @@ class Host:
             (serve, "say"): lambda text: None,
             (serve, "open_coordinator"): self._open,
             (claim, "secrets"): SimpleNamespace(token_hex=lambda n: self.rng.randbytes(n).hex()),
+            (shelf, "secrets"): SimpleNamespace(token_hex=lambda n: self.rng.randbytes(n).hex()),
             (files, "_count"): itertools.count(),
             (store, "save_file"): self._save_file,
             (starlette.responses, "iterate_in_threadpool"): _one_by_one,

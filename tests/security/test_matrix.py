@@ -161,6 +161,7 @@ def test_a_browser_can_send_the_token_as_a_password(guarded: Guarded, people: di
             "Basic",
             "Basic !!!",
             "Basic bWU=",
+            "Basic é".encode(),
             "Bearer",
             "Digest x",
             "Bearer " + "a" * 9000,

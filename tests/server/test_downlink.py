@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -13,6 +16,7 @@ from rig import Bench, close_server, in_a_loop, make_recipe
 
 from diloco_cli.server import weights as weights_module
 from diloco_cli.server.app import make_app
+from diloco_cli.server.routes import MOST_MODELS
 from diloco_cli.server.weights import WORTH_BYTES, Model, Resource
 from diloco_cli.wire.frame import open_frame, read_chain
 from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, version_path
@@ -128,3 +132,49 @@ async def test_numbers_of_thousands_of_digits_fail_nothing(tmp_path, path, heade
     async with served(tmp_path) as (_, client):
         answer = await client.get(path, headers=headers)
         assert answer.status_code == status, answer.text[:300]
+
+
+@in_a_loop
+async def test_only_so_many_whole_models_are_sent_at_a_time(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        app = make_app(bench.server, events=tmp_path / "events.jsonl", url=lambda: "http://here")
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+        go, sending = asyncio.Event(), []
+
+        async def slowly(message: Any) -> None:
+            sending.append(message["type"])
+            await go.wait()
+
+        slow = [asyncio.create_task(_asked(app, slowly)) for _ in range(MOST_MODELS)]
+        while len(sending) < MOST_MODELS:
+            await asyncio.sleep(0)
+        busy = await client.get("/v1/weights")
+        assert busy.status_code == 503 and busy.headers["retry-after"]
+        go.set()
+        await asyncio.gather(*slow)
+        assert (await client.get("/v1/weights")).status_code == 200
+
+
+async def _asked(app: Any, send: Any) -> None:
+    """A request for the weights whose answer is taken in as `send` does."""
+    scope = {"type": "http", "method": "GET", "path": "/v1/weights", "query_string": b""}
+    silence = asyncio.Event()
+
+    async def receive() -> Any:
+        await silence.wait()
+
+    await app({**scope, "headers": [], "http_version": "2", "client": None}, receive, send)
+
+
+@in_a_loop
+async def test_a_frame_that_the_cache_has_no_room_for_leaves_nothing(tmp_path, monkeypatch):
+    def full(path: Path, data: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    async with served(tmp_path) as (_, client):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "write_bytes", full)
+            assert (await client.get(version_path(0, 0))).status_code == 507
+        assert not list(tmp_path.rglob("*.whole"))
+        assert (await client.get(version_path(0, 0))).status_code == 200

@@ -395,3 +395,48 @@ async def test_a_late_copy_of_a_part_begins_nothing_while_its_frame_is_decided(t
         assert (await deciding).status_code == 201
         assert (await sender.part(0, 100)).json()["have"] == [[0, size]]
         assert drafts(tmp_path) == []
+
+
+@in_a_loop
+async def test_what_is_being_decided_cannot_be_changed_by_parts_of_a_similar_name(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        await sender.part(0, len(sender.data))
+        with held_up():
+            deciding = asyncio.create_task(sender.complete())
+            while not (await sender.have())["decided"]:
+                await asyncio.sleep(0)
+            similar = sender.frame[:32] + "0" * 32
+            other = await sender.part(0, 100, data=b"x" * 100, frame=similar)
+            assert other.status_code == 200
+        assert (await deciding).status_code == 201
+        assert bench.state.store.payload(sender.frame) == sender.data
+
+
+@in_a_loop
+async def test_a_frame_needs_room_beside_those_that_are_on_their_way(tmp_path, monkeypatch):
+    async with served(tmp_path) as (bench, client):
+        asked, folder = [], bench.state.store.parts_folder
+
+        def remember(size: int = 0) -> Path:
+            asked.append(size)
+            return folder(size)
+
+        monkeypatch.setattr(bench.state.store, "parts_folder", remember)
+        first, second = (Sender(client, bench.regions[name].frame(0)) for name in ("paris", "iowa"))
+        await first.part(0, 100)
+        await second.part(0, 100)
+        assert asked == [len(first.data), len(second.data) + len(first.data) - 100]
+
+
+@in_a_loop
+async def test_two_first_parts_at_once_are_of_one_frame_even_while_others_are_swept(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        await Sender(client, bench.regions["tokyo"].frame(0)).part(0, 100)
+        (old,) = (tmp_path / "server" / "parts").glob("*.bytes")
+        os.utime(old, (1, 1))
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        parts = [sender.part(0, 100), sender.part(100, len(sender.data))]
+        assert [answer.status_code for answer in await asyncio.gather(*parts)] == [200, 200]
+        assert (await sender.have())["have"] == [[0, len(sender.data)]]
+        assert (await sender.complete()).status_code == 201 and drafts(tmp_path) == []
