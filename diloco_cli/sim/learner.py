@@ -66,7 +66,6 @@ class Learner(Region):
         self, site: Site, scenario: Scenario, task: Task, around: Surroundings, habits: Habits
     ) -> None:
         self.task, self.around, self.habits = task, around, habits
-        self.every = scenario.sync.every
         self.sent: dict[int, Frame] = {}
         """The outbox: the newest frame of each fragment."""
         first = [around.version(number, 0) for number in range(len(scenario.sizes))]
@@ -76,6 +75,8 @@ class Learner(Region):
         )
         self.saved = self.own.checkpoint() if habits.checkpoint else None
         super().__init__(site, scenario)
+        if habits.lockstep:
+            self.reports_after = 1  # Whoever stands still could not say so later.
 
     def _holdings(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from diloco_cli.core import delta
@@ -36,6 +37,7 @@ class Region:
             "current",
             "deaths",
             "down",
+            "every",
             "failing",
         ),
         *("factor", "images", "lost_seconds", "marks", "name", "productive", "reports_after"),
@@ -60,6 +62,7 @@ class Region:
         self.productive = self.lost_seconds = 0.0
         self.up, self.down = Lane(site.upward), Lane(site.link)
         sync = scenario.sync
+        self.every = sync.every
         self.reports_after = max(1, sync.every // sync.fragments)
 
     def _draw(self) -> Seconds:
@@ -122,6 +125,11 @@ class Region:
             fresh = book.fresh.steps if book.flight else book.held.steps
             found.append(Report(book.version, max(0.0, fresh + steps - mark)))
         return found
+
+    def until_report(self, reports: Sequence[Report]) -> int:
+        """Steps until the next report: after some, or when a fragment has enough for a round."""
+        missing = (math.ceil(self.every - one.steps) for one in reports if one.steps < self.every)
+        return min([self.reports_after, *missing])
 
     def post(self, number: int, called: int) -> Book | None:
         """Puts all that is held in flight if the call may be answered."""

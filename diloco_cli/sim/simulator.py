@@ -73,11 +73,11 @@ class Play:
         now, link = self.agenda.now, region.site.link
         region.advance(now)
         step = region.site.step * region.factor
-        arrives = link.after(now, link.delay)
-        self.agenda.at(arrives, self.server.heard, region.name, region.reports(), step)
+        arrives, reports = link.after(now, link.delay), region.reports()
+        self.agenda.at(arrives, self.server.heard, region.name, reports, step)
         due = now + self.scenario.hub.lease / 4
         if region.training and not region.waiting:
-            due = min(due, region.began + region.reports_after * region.current)
+            due = min(due, region.began + region.until_report(reports) * region.current)
         self.agenda.at(due, self._beat, region, number)
 
     # Calls and contributions

@@ -120,7 +120,7 @@ class SyncSpec(Section):
     """Slices of the model that travel one after the other, so the link is never idle for long."""
 
     every: PositiveInt = 24
-    """Inner steps between two exchanges of one fragment."""
+    """Inner steps between two exchanges of one fragment; answers come a step or two later."""
 
     overlap: Annotated[Int, Field(ge=0)] = 2
     """Inner steps a region may make while a fragment travels; 0 waits for the answer."""

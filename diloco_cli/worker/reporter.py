@@ -37,7 +37,7 @@ class Reporter:
         self._paced = task.tokens * task.spec.region(task.region).speed / step if step else 0.0
         self._step = -1
         sync = task.spec.sync
-        self._every = max(1, sync.every // sync.fragments)
+        self._often = max(1, sync.every // sync.fragments)
 
     def go_on(self, own: Holdings) -> None:
         """Takes over what the trainer before had counted; what it did and we lack is lost.
@@ -87,7 +87,14 @@ class Reporter:
         self.events.note("first-step", **about, **facts, **startup.seconds())
 
     def is_due(self, own: Holdings) -> bool:
-        return own.clock >= self._step + self._every
+        """After some steps, and at once when a fragment has enough for a round.
+
+        If that waited for its turn, every round would come up to so many steps late.
+        """
+        since, every = own.clock - self._step, self.task.spec.sync.every
+        return since >= self._often or any(
+            every <= book.fresh.steps < every + since for book in own.books
+        )
 
     def evaluation_is_due(self, own: Holdings) -> bool:
         """Says whether the global weights have moved far enough since the last evaluation."""
