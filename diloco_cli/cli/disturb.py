@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from diloco_cli.cli.credential import for_run
 from diloco_cli.cli.folder import held, read_json, refuse_foreign, set_aside
 from diloco_cli.cli.link import Asking
 from diloco_cli.cli.run import Plan, write_json
+from diloco_cli.cli.signals import Signals
 from diloco_cli.cli.stormy import StormyRun
 from diloco_cli.errors import SpecError
 from diloco_cli.launch.local import LocalLauncher, deal_cores, my_cores, serve_role, work_role
@@ -27,6 +28,9 @@ from diloco_cli.sim.faults import Fault
 from diloco_cli.sim.network import parse_link
 from diloco_cli.spec.resolved import FILE, write_resolved
 from diloco_cli.spec.schema import ChaosSpec, RunSpec
+
+if TYPE_CHECKING:
+    from diloco_cli.sim.parallel_hub import Hub
 
 
 @dataclass(frozen=True)
@@ -133,12 +137,29 @@ def _parallel(
 ) -> tuple[int, dict[str, Any]]:
     from diloco_cli.sim.parallel import run_parallel
 
-    record = run_parallel(
-        spec,
-        list(faults),
-        asked.folder,
-        elastic=asked.method == "elastic",
-        seconds=chaos.seconds,
-        say=lambda text: typer.echo(text, err=True),
-    )
-    return 0, record
+    with Signals() as signals:
+
+        def until(hub: Hub) -> bool:
+            # Before the first step of all there is nothing that a record could be about.
+            if signals.impatient or (signals.count and hub.t0 is None):
+                raise _Stopped
+            return signals.count > 0
+
+        try:
+            record = run_parallel(
+                spec,
+                list(faults),
+                asked.folder,
+                elastic=asked.method == "elastic",
+                seconds=chaos.seconds,
+                say=lambda text: typer.echo(text, err=True),
+                until=until,
+            )
+        except _Stopped:
+            typer.echo(f"stopped by {signals.name}; there is no record", err=True)
+            record = {}
+        return signals.exit_code if signals.count else 0, record
+
+
+class _Stopped(Exception):
+    """Somebody wants the end now."""

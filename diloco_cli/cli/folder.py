@@ -175,11 +175,23 @@ def set_aside(folder: Path) -> Path | None:
     if not _holds_a_run(folder):
         return None
     with held(folder):
+        _refuse_lived_in(folder)
         number = 1
         while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
             number += 1
         folder.rename(aside)
     return aside
+
+
+def _refuse_lived_in(folder: Path) -> None:
+    """Raises while processes write here: moved away, they would write into the next run."""
+    locks = [folder / "server" / "lock", *folder.glob("regions/*/*lock")]
+    if busy := sorted({lock.parent.name for lock in locks if not is_free(lock)}):
+        raise SpecError(
+            f"{folder} cannot be set aside: {', '.join(busy)} still run there.",
+            hint=f"`diloco stop {folder}` ends them. What a killed `diloco run` left behind ends "
+            "by itself within a minute.",
+        )
 
 
 def is_a_regions(folder: Path) -> bool:

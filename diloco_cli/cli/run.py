@@ -114,8 +114,11 @@ class LocalRun:
     def conduct(self) -> int:
         """Runs to the end and says the exit code; raises what made it impossible."""
         with Signals() as signals:
+            # Until they are gone this folder is theirs: nothing in it may be ended or written.
+            self._await_predecessors(signals)
+            if signals.count:
+                return signals.exit_code
             try:
-                self._await_predecessors(signals)
                 self._start(signals)
                 return self._watch(signals)
             except OSError as error:

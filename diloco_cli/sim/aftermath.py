@@ -89,12 +89,20 @@ def aftermath(
             "tokens": applied / fault_free if fault_free else None,
             "participation": participation(spec, [e for e in seen if e.time <= ends]),
         },
+        "blocked": _blocked(span.after),
         "recovery": recoveries(faults),
         "loss": {
             "heldout": (span.after.get("loss") or {}).get("heldout"),
             "curve": loss_curve(seen, span),
         },
     }
+
+
+def _blocked(status: Mapping[str, Any]) -> float | None:
+    """Mean over regions of the share of training time that the exchange held up."""
+    regions = status.get("regions") or []
+    shares = [one["blocked"] for one in regions if one.get("blocked") is not None]
+    return statistics.mean(shares) if shares else None
 
 
 def participation(spec: RunSpec, events: Iterable[Event]) -> float | None:

@@ -65,7 +65,7 @@ def run_parallel(
     `gradients` travel as fp32, or as bf16 where there is a link; a `checkpoint` is written
     as often as Young's rule says unless told otherwise, in seconds. Without a `link` of its own
     for all, every region has the one that the spec's `chaos` gives it. The job ends sooner when
-    `until` says so, which is asked often.
+    `until` says so, which is asked often; what it raises ends the job at once.
     """
     own = chaos_of(spec, "links") or {}
     usual = link or chaos_of(spec, "link")
@@ -125,8 +125,11 @@ class Job:
         self.proxies: dict[str, Proxy] = {}
         self.files = folder / "parallel"
         (self.files / "curve").mkdir(parents=True, exist_ok=True)
-        # Members are told their pace and hear nothing of what is going to happen to them.
-        self.spec_file = write_resolved(spec.model_copy(update={"chaos": None}), self.files)
+        # Members are told their pace and hear nothing of what is going to happen to them. All
+        # make every step together, so their schedules must not follow their own speeds.
+        level = tuple(one.model_copy(update={"speed": 1.0}) for one in spec.regions)
+        same = spec.model_copy(update={"chaos": None, "regions": level})
+        self.spec_file = write_resolved(same, self.files)
         self.launcher = LocalLauncher(folder / "logs")
         self.inflicted: list[dict[str, Any]] = []
         self.later: list[tuple[float, Callable[[], None]]] = []
@@ -146,7 +149,7 @@ class Job:
         while not self.hub.finished:
             time.sleep(LOOK_SECONDS)
             self._look_after()
-            now, t0 = time.monotonic(), self.hub.t0
+            now, t0, enough = time.monotonic(), self.hub.t0, until(self.hub)
             for due, act in [one for one in self.later if one[0] <= now]:
                 self.later.remove((due, act))
                 act()
@@ -156,7 +159,7 @@ class Job:
                 continue
             while left and left[0].time <= now - t0:
                 self._inflict(left.pop(0), t0)
-            if now >= t0 + self.seconds or until(self.hub):
+            if now >= t0 + self.seconds or enough:
                 stopped_at, self.elapsed = now, min(now - t0, self.seconds)
                 self.say(f"stopping after {self.elapsed:.0f} s")
                 self.hub.stop()
@@ -283,6 +286,12 @@ class Job:
         """What happened, in the form all methods share."""
         hub, ledger = self.hub, self.hub.ledger
         assert hub.t0 is not None
+        digests = sorted({words["digest"] for words in hub.parting.values()})
+        if len(digests) > 1:
+            raise RunFailed(
+                "The members of the data-parallel job ended with different weights.",
+                hint="All of them need the same optimiser and schedule: see `regions[].inner`.",
+            )
         self._enter_recoveries(hub.t0)
         fault_free, shares = goodput(ledger, Terms(self.elapsed, self._paces()))
         last = hub.parting[min(hub.parting)]
@@ -315,7 +324,7 @@ class Job:
                 "links": links,
                 "checkpoint_seconds": hub.checkpoint_seconds,
                 "checkpoint_cost": hub.cost,
-                "digests": sorted({words["digest"] for words in hub.parting.values()}),
+                "digests": digests,
             },
         }
 

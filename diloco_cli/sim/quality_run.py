@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -55,11 +59,28 @@ def _one_by_one(wanted: list[tuple[Cell, int]], budget: Budget, workers: int) ->
 
 def _side_by_side(wanted: list[tuple[Cell, int]], budget: Budget, workers: int) -> Iterator[Record]:
     # Processes that begin anew: a fork of one that has JAX's threads would hang.
-    with ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=set_up, initargs=(None,)
-    ) as pool:
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=_set_up_cell
+    )
+    try:
         for done in as_completed([pool.submit(run_cell, c, budget, seed) for c, seed in wanted]):
             yield done.result()
+    finally:  # Whoever interrupts does not wait for cells that nobody will hear of.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _set_up_cell() -> None:
+    """Begins a process that computes cells; it ends with the one that asks for them."""
+    set_up(None)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    asking = multiprocessing.parent_process()
+    assert asking is not None
+
+    def follow() -> None:
+        multiprocessing.connection.wait([asking.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def read(file: Path) -> list[Record]:

@@ -1,8 +1,12 @@
-"""`diloco chaos` refuses what it cannot do before it starts anything."""
+"""`diloco chaos` refuses what it cannot do before it starts anything, and ends when told to."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -88,3 +92,40 @@ def test_methods_are_settings_of_the_same_run():
     assert (streaming.quorum, streaming.overlap, streaming.fragments) == (2, 1, 2)
     assert {lockstep.grace.kind, streaming.grace.kind} == {"none"}
     assert ways[Method.rigid] == ways[Method.elastic] == ways[Method.decoupled]
+
+
+def test_a_data_parallel_job_ends_when_told_to_even_if_its_shell_ignores_that():
+    """Started in the background, a process inherits that SIGINT is ignored."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", "diloco_cli", "chaos", "rough.yaml", "--method", "elastic"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        assert job.stderr and "starting 2 members" in job.stderr.readline()
+        members = _members_once_there(job, count=2)
+        job.send_signal(signal.SIGINT)
+        with job.stderr:
+            said = job.stderr.read()
+        assert job.wait(timeout=60) == 128 + signal.SIGINT and "there is no record" in said
+    finally:
+        job.kill()
+        job.wait()
+    assert not [pid for pid in members if _alive(pid)]
+
+
+def _members_once_there(job: subprocess.Popen[str], *, count: int) -> list[int]:
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+    while job.poll() is None:
+        if len(found := [int(pid) for pid in children.read_text().split()]) == count:
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"it ended with {job.returncode}")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

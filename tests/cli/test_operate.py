@@ -165,6 +165,18 @@ def test_a_folder_that_is_being_run_is_not_set_aside():
     assert folder.exists()
 
 
+@pytest.mark.parametrize("lock", ["server/lock", "regions/paris/lock", "regions/iowa/trainer.lock"])
+def test_a_folder_in_which_somebody_still_writes_is_not_set_aside(lock: str):
+    """What a killed `diloco run` leaves behind would go on under the old name, in the new run."""
+    folder = a_run()
+    (path := folder / lock).parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.raises(SpecError, match=f"{path.parent.name} still run there"):
+            set_aside(folder)
+    assert folder.exists() and set_aside(folder)
+
+
 def test_a_lock_ends_with_its_process():
     folder = a_run()
     code = (

@@ -1,5 +1,6 @@
 """`diloco run` starts, watches, restarts and stops real processes, which here pretend to train."""
 
+import fcntl
 import io
 import json
 import os
@@ -10,11 +11,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
 from rich.console import Console
 
+from diloco_cli.cli import run as run_module
 from diloco_cli.cli.folder import held
 from diloco_cli.cli.goal import Goal
 from diloco_cli.cli.run import LocalRun, Plan
@@ -311,6 +314,42 @@ def test_what_an_earlier_run_left_draining_is_waited_for(run_of, tmp_path):
     assert run.conduct() == 0
     beside.join()
     assert "let go of: server" in spoken(run)
+
+
+def test_a_folder_in_which_others_run_is_left_as_it_is(run_of, tmp_path, monkeypatch):
+    """Neither their trainers are ended nor is their run called over."""
+    monkeypatch.setattr(run_module, "PREDECESSOR_SECONDS", 0.0)
+    (tmp_path / "server").mkdir()
+    with (tmp_path / "server" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run = run_of()
+        trainer = _a_trainer_of(tmp_path / "regions" / run.plan.regions[0])
+        try:
+            with pytest.raises(RunFailed, match="is in use"):
+                run.conduct()
+            assert trainer.poll() is None
+        finally:
+            trainer.kill()
+            trainer.wait()
+    assert not (tmp_path / "summary.json").exists()
+
+
+def _a_trainer_of(folder: Path) -> subprocess.Popen[str]:
+    """A process that holds a region's trainer lock as a trainer does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from diloco_cli.worker.mailbox import TRAINER_LOCK, Mailbox\n"
+        "with Mailbox(Path(sys.argv[1])).locked(TRAINER_LOCK):\n"
+        "    print('held', flush=True); time.sleep(600)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout
+    with child.stdout as said:
+        assert said.readline() == "held\n"
+    return child
 
 
 def test_one_folder_is_run_by_one_process(tmp_path):

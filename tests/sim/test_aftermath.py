@@ -30,7 +30,8 @@ def spec(**chaos: Any) -> RunSpec:
 
 def status(trained: float, applied: float, pending: float) -> dict[str, Any]:
     tokens = {"trained": trained, "applied": applied, "pending": pending}
-    return {"tokens": tokens, "loss": {"heldout": 2.5}}
+    regions = [{"blocked": 0.01}, {"blocked": None}, {"blocked": 0.03}]
+    return {"tokens": tokens, "loss": {"heldout": 2.5}, "regions": regions}
 
 
 def event(at: float, kind: str, **fields: Any) -> Event:
@@ -61,6 +62,7 @@ def test_work_from_before_the_storm_is_not_counted_and_pending_work_neither():
     }
     assert found["goodput"]["tokens"] == pytest.approx(120_000 / 153_600)
     assert found["goodput"]["time"] == pytest.approx(140_000 / 153_600)
+    assert found["blocked"] == pytest.approx(0.02)
 
 
 def test_without_a_rate_to_compare_with_no_goodput_is_claimed():
