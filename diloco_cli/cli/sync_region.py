@@ -38,7 +38,7 @@ class Spent:
 def be_region(pipe: Connection, spec_file: Path, name: str, url: str) -> None:
     """Plays a region: does as many rounds as the pipe says, until it says 0."""
     spec = load_run(spec_file).spec
-    with Server(url) as server:
+    with Server(url, control="pyreqwest") as server:  # As a worker has it.
         region = Region(spec, name, server)
         pipe.send(None)
         while rounds := pipe.recv():
@@ -95,9 +95,12 @@ class Region:
             },
         )
         while any(self.news.calls.get(n) != i.version for n, i in enumerate(self.images)):
-            self.news = (
-                self.server.calls(self.name, after=self.news.n, epoch=self.epoch) or self.news
-            )
+            self._listen()
+
+    def _listen(self) -> None:
+        """Waits for what is new, as a worker does."""
+        news = self.server.calls(self.name, after=self.news.n, epoch=self.epoch)
+        self.news = news or self.news
 
     def _post(self, fragment: Fragment) -> None:
         number, inner, every = fragment.number, self.spec.inner, self.spec.sync.every
@@ -127,10 +130,9 @@ class Region:
 
     def _follow(self, fragment: Fragment) -> None:
         number, have = fragment.number, self.images[fragment.number]
-        latest = None
-        while latest is None:
-            latest = self.server.latest(number, after=have.version)
-        chain = self.server.chain(number, latest.version, have.version)
+        while self.news.versions[number] <= have.version:
+            self._listen()
+        chain = self.server.chain(number, self.news.versions[number], have.version)
         image = add_up(have, chain) if chain else None
         if chain is None or image is None:
             raise RunFailed(f"{self.name} could not follow fragment {number} by its deltas.")
