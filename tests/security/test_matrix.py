@@ -161,12 +161,12 @@ def test_a_browser_can_send_the_token_as_a_password(guarded: Guarded, people: di
             "Basic",
             "Basic !!!",
             "Basic bWU=",
-            "Basic é".encode(),
+            "Basic é",
             "Bearer",
             "Digest x",
             "Bearer " + "a" * 9000,
         ):
-            assert asked.get("/", headers={"authorization": odd}).status_code == 401
+            assert asked.get("/", headers={b"authorization": odd.encode()}).status_code == 401
 
 
 def _run(guarded: Guarded, admin: Identity) -> str:
