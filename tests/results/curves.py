@@ -53,6 +53,7 @@ def draw(records: Sequence[Record], file: Path, *, loss: float | None, log: bool
         axes.axhline(loss, color="grey", linestyle="--", linewidth=1)
     if log:
         axes.set_xscale("symlog", linthresh=1.0)
+        axes.set_xlim(left=0)
     axes.set_xlabel("seconds")
     axes.set_ylabel("held-out loss, nats a token")
     finish(figure, axes, "held-out loss of the weights of all regions", file)
