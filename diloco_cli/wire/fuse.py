@@ -147,9 +147,8 @@ class _Step:
             inside = change[part.start - span.start : part.stop - span.start]
             _refuse_infinite(self._stepped(part, self.factors[number], new, inside))
         body = body_of(self.method.down, change)
-        decoded = tools.scratch("values", change.size, np.float32)
-        read_into(self.method.down, body, decoded)
-        _refuse_infinite(add_values(self.state[2][span], decoded, new[2][span]))
+        read_into(self.method.down, body, change)  # What regions will read takes its place.
+        _refuse_infinite(add_values(self.state[2][span], change, new[2][span]))
         return tools.compressor(self.method.level).compress(body)
 
     def _stepped(
