@@ -203,20 +203,15 @@ class Parts:
         """Writes the body at its place and lists it, if it is what its sender says."""
         found, at = 0, part.start
         under_way: asyncio.Future[int] | None = None
-        try:
-            async for batch in body:  # The next one comes in while this one is written.
-                if under_way:
-                    found = await asyncio.shield(under_way)
-                if gathering.over or gathering.writers.get(part.start) is not token:
-                    raise _conflict("It was sent again, or a newer frame came.", gathering)
-                under_way = _put(gathering, batch, at, found)
-                at += sum(map(len, batch))
+        async for batch in body:  # The next one comes in while this one is written.
             if under_way:
                 found = await asyncio.shield(under_way)
-        finally:
-            if under_way:
-                await asyncio.wait({under_way})
-                under_way.exception()  # Whoever sent it may be gone.
+            if gathering.over or gathering.writers.get(part.start) is not token:
+                raise _conflict("It was sent again, or a newer frame came.", gathering)
+            under_way = _put(gathering, batch, at, found)
+            at += sum(map(len, batch))
+        if under_way:
+            found = await asyncio.shield(under_way)
         if at < part.stop:
             raise Denied(
                 "damaged",
@@ -272,8 +267,10 @@ def _put(gathering: Gathering, batch: Batch, at: int, before: int) -> asyncio.Fu
             found = crc32(piece, found)
         return found
 
-    def written(_: asyncio.Future[int]) -> None:
+    def written(done: asyncio.Future[int]) -> None:
         gathering.writing -= 1
+        if not done.cancelled():
+            done.exception()  # Whoever sent it may be gone; that is no reason to complain.
 
     gathering.writing += 1  # Now, not when it begins: until then the draft might be given up.
     under_way = asyncio.ensure_future(asyncio.to_thread(put))
