@@ -41,11 +41,11 @@ class Nesterov:
     θ ← θ − lr·Δ, and leaves b as it is.
     """
 
-    lr: LearningRate = 0.7
-    """Outer learning rate; less where momentum is more, 0.4 beside 0.9."""
+    lr: LearningRate = 0.4
+    """Outer learning rate; more where momentum is less, 0.7 beside 0.6."""
 
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.6
-    """Share of the last steps' direction that is kept; 0.9 pays over hundreds of rounds only."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Share of the last steps' direction that is kept; 0.6 in a run of some tens of rounds."""
 
     def start(self, size: int) -> np.ndarray:
         return np.zeros(size, np.float32)

@@ -302,7 +302,7 @@ class RunSpec(Section):
     merge: Choice = {"kind": "radial"}
     """How contributions become one; `diloco explain merge` lists the kinds."""
 
-    outer: Choice = {"kind": "nesterov", "lr": 0.7, "momentum": 0.6}
+    outer: Choice = {"kind": "nesterov", "lr": 0.4, "momentum": 0.9}
     """How what was merged moves the global weights; `diloco explain outer` lists the kinds."""
 
     wire: WireSpec = WireSpec()

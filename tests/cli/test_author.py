@@ -82,7 +82,7 @@ def test_explain_lists_every_kind_that_is_registered(capsys):
 def test_explain_tells_name_type_default_and_meaning(capsys):
     assert diloco("explain", "outer") == 0
     said = capsys.readouterr().out
-    assert "momentum: number ≥ 0, < 1 (0.6)\n          Share of the last steps'" in said
+    assert "momentum: number ≥ 0, < 1 (0.9)\n          Share of the last steps'" in said
 
 
 def test_explain_as_json_says_the_same(capsys):
