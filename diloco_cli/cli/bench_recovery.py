@@ -26,6 +26,7 @@ from diloco_cli.cli.folder import address_of
 from diloco_cli.errors import RunFailed
 from diloco_cli.launch.local import LocalLauncher, LocalProcess, serve_role, work_role
 from diloco_cli.observe.events import Event, read_events
+from diloco_cli.observe.reading import EVERYTHING, newest_id
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.worker.mailbox import TRAINER_LOCK, Mailbox
@@ -84,13 +85,13 @@ class Region:
     def __init__(self, folder: Path, name: str, worker: LocalProcess) -> None:
         self._log, self._worker = folder / "events.jsonl", worker
         self._mailbox = Mailbox(folder / "regions" / name)
-        self._read = 0
+        self._read = EVERYTHING
 
     def kill(self) -> dict[str, float]:
         """Kills the trainer and waits for the next one's first step."""
         if (pid := self._mailbox.holder(TRAINER_LOCK)) is None:
             raise RunFailed("There is no trainer to kill.")
-        self._read = self._log.stat().st_size
+        self._read = newest_id(self._log)
         killed_at = time.time()
         os.kill(pid, signal.SIGKILL)
         step = self.first_step()

@@ -239,7 +239,14 @@ def _runs() -> list[Path]:
 
 def _last_touched(folder: Path) -> float:
     signs = (folder / RESOLVED, folder / "events.jsonl", folder / "run.lock")
-    return max(path.stat().st_mtime for path in signs if path.exists())
+    return max(map(_touched, signs))
+
+
+def _touched(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _known_runs() -> str:

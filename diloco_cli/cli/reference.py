@@ -56,7 +56,11 @@ password of Basic). Without, on the loopback address, anybody may make any call.
 EVENTS = """\
 `events.jsonl` in the run folder has one JSON object a line: `kind`, `time` (seconds since 1970),
 `seconds` (since the process began), `process`, and the fields of the kind. Each process appends
-its own lines; nothing is ever rebuilt from them.\
+its own lines; nothing is ever rebuilt from them. A file that has reached 64 MiB becomes
+`events.jsonl.1`, in place of the one before; both may be deleted at any time.
+
+`GET /v1/events` streams what both hold. An id is a place in one of them and stays good when the
+file is moved; an id whose place is no longer kept is answered with everything that is.\
 """
 SIGNALS = {
     0: "Done; also `serve` and `work` that were told to stop and left in good order.",

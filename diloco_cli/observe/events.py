@@ -3,6 +3,7 @@
 Every process of a run appends its own events to `FOLDER/events.jsonl`, one JSON object
 a line; status, metrics and pages are folds over these lines. The log is there to be
 read by people and programs, nothing is ever rebuilt from it: the truth is the journal.
+Two files of `MOST_BYTES` are kept, and either may be deleted at any time.
 
     {"kind": "published", "time": 1789.1, "seconds": 12.5, "process": "server", "fragment": 3, …}
 
@@ -13,7 +14,6 @@ so the lines of several processes never mix.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco_cli.observe.appending import Appending
+from diloco_cli.observe.reading import EVERYTHING, Reader
+
+MOST_BYTES = 64 << 20
 LARGEST_LINE = 4096
 LONGEST_TEXT = 500
 
@@ -126,6 +130,7 @@ class EventLog:
         path: Path,
         process: str,
         *,
+        most: int = MOST_BYTES,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -135,7 +140,7 @@ class EventLog:
         self._steady = steady
         self._began = steady()
         self._lock = threading.Lock()
-        self._file: int | None = None
+        self._file = Appending(path, most=most)
 
     def note(self, kind: str, **fields: Any) -> None:
         """Writes one event; a full disk costs the line, never the run.
@@ -154,24 +159,13 @@ class EventLog:
         )
         try:
             with self._lock:
-                os.write(self._open(), line)
+                self._file.write(line)
         except OSError:
             return
 
-    def _open(self) -> int:
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            # A crash may have left half a line; ours must not be glued to it.
-            if torn(self.path):
-                os.write(self._file, b"\n")
-        return self._file
-
     def close(self) -> None:
         with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
+            self._file.close()
 
 
 def check(kind: str, fields: Mapping[str, Any]) -> None:
@@ -182,18 +176,16 @@ def check(kind: str, fields: Mapping[str, Any]) -> None:
         raise ValueError(f"event {kind!r} has no field {unknown[0]!r}; it has {KINDS[kind].fields}")
 
 
-def read_events(path: Path, *, after: int = 0) -> Iterator[Event]:
-    """Yields the events from byte `after` on; a missing file is an empty log.
+def read_events(path: Path, *, after: str = EVERYTHING) -> Iterator[Event]:
+    """Yields the events that are kept, or those after an id; a missing file is an empty log.
 
     A line that is not whole (a writer was killed in mid-write, or is writing just now)
     is left out.
     """
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        file.seek(after)
-        for line in file:
-            if event := parse(line):
+    reader = Reader(path, after)
+    while lines := reader.more():
+        for line in lines:
+            if event := parse(line.text):
                 yield event
 
 
@@ -210,15 +202,6 @@ def parse(line: bytes) -> Event | None:
         )
     except (ValueError, KeyError, AttributeError, TypeError):
         return None
-
-
-def torn(path: Path) -> bool:
-    """Says whether the file ends in the middle of a line."""
-    with open(path, "rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def _line(fields: dict[str, Any]) -> bytes:

@@ -173,7 +173,10 @@ def _loneliness(status: Status) -> list[str]:
 
 
 def last_known(events: Iterable[Event]) -> dict[str, Any]:
-    """Folds the run log into what can still be said when the server does not answer."""
+    """Folds the run log into what can still be said when the server does not answer.
+
+    The oldest events may not be kept any more; sums and firsts are then those of the rest.
+    """
     known: dict[str, Any] = {
         "state": "unknown",
         "outer_steps": 0,
@@ -183,26 +186,11 @@ def last_known(events: Iterable[Event]) -> dict[str, Any]:
         "regions": {},
         "away": {},
     }
-    served = 0.0
-    states = {
-        "server-started": "training",
-        "run-ended": "draining",
-        "run-finished": "finished",
-        "run-stopped": "stopped",
-    }
-    presence = {"joined": "joined", "revived": "joined", "lapsed": "lapsed", "left": "left"}
+    served, newest = 0.0, dict[int, int]()
     for event in events:
         fields = event.fields
         known["time"] = event.time
-        if event.kind in states:
-            known["state"] = states[event.kind]
-        left = known["regions"].get(fields.get("region")) == "left"
-        if event.kind in presence and "region" in fields and not (left and event.kind == "lapsed"):
-            known["regions"][fields["region"]] = presence[event.kind]
-        if event.kind == "link-lost":
-            known["away"].setdefault(fields.get("region"), event.time)
-        elif event.kind in ("link-back", "trainer-started"):  # None starts without a server.
-            known["away"].pop(fields.get("region"), None)
+        _place(known, event)
         if event.kind == "server-started":
             known["url"] = fields.get("url")
             # What a crash kept from the log is in the journal, which the server has read.
@@ -210,8 +198,38 @@ def last_known(events: Iterable[Event]) -> dict[str, Any]:
             served = known.get("wall_seconds", 0.0)
         if event.process == "server":
             known["wall_seconds"] = round(served + event.seconds, 1)
+        if event.kind == "published" and "version" in fields:
+            newest[fields["fragment"]] = fields["version"]
         _count(known, event)
+    known["outer_steps"] = max(known["outer_steps"], sum(newest.values()))
     return known
+
+
+_STATES = {
+    "server-started": "training",
+    "run-ended": "draining",
+    "run-finished": "finished",
+    "run-stopped": "stopped",
+}
+_PRESENCE = {"joined": "joined", "revived": "joined", "lapsed": "lapsed", "left": "left"}
+
+
+def _place(known: dict[str, Any], event: Event) -> None:
+    """Says after an event what the run does, and who is there."""
+    kind, region, regions = event.kind, event.fields.get("region"), known["regions"]
+    # Whose first events are not kept any more is known by the later ones.
+    if kind in _STATES:
+        known["state"] = _STATES[kind]
+    elif known["state"] == "unknown" and event.process == "server":
+        known["state"] = "training"
+    if kind == "accepted" and region:
+        regions.setdefault(region, "joined")
+    if kind in _PRESENCE and region and not (regions.get(region) == "left" and kind == "lapsed"):
+        regions[region] = _PRESENCE[kind]
+    if kind == "link-lost":
+        known["away"].setdefault(region, event.time)
+    elif kind in ("link-back", "trainer-started"):  # None starts without a server.
+        known["away"].pop(region, None)
 
 
 def _count(known: dict[str, Any], event: Event) -> None:

@@ -218,7 +218,7 @@ CALLS = (
         messages.EVENTS,
         "Streams the run log; resumable with Last-Event-ID.",
         {200: "server-sent events"},
-        {"after": "id to start after, instead of Last-Event-ID; 0 for all"},
+        {"after": "id to start after, instead of Last-Event-ID; 0 for all that are kept"},
         gives="text/event-stream",
         may=_READERS,
     ),

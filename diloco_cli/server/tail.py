@@ -1,16 +1,17 @@
 """The run log as server-sent events.
 
-An event's id is the place in the file after it, so a reader that was away goes on where
-it stopped, also after a restart of the server.
+An event's id is its place in the log, so a reader that was away goes on where it stopped,
+also after a restart of the server or when the log has gone on in a new file.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from diloco_cli.observe.events import parse
+from diloco_cli.observe.reading import Line, Reader
 from diloco_cli.server.state import State
 
 LOOK_SECONDS = 1.0
@@ -19,19 +20,17 @@ LOOK_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
 """After so long without events a comment is sent, so that the line stays open."""
 
-BATCH_BYTES = 1 << 18
 
-
-async def tail(path: Path, after: int | None, state: State) -> AsyncIterator[bytes]:
-    """Yields events written after byte `after`, or from now on, until the server closes."""
-    place = _size(path) if after is None else after
+async def tail(path: Path, after: str | None, state: State) -> AsyncIterator[bytes]:
+    """Yields events after the one with this id, or from now on, until the server closes."""
+    reader = await asyncio.to_thread(Reader, path, after)
     silent = 0.0
     yield b": diloco events\n\n"
     while not state.closed:
-        text, place = await asyncio.to_thread(_read, path, place)
-        if text:
-            silent = 0.0
-            yield text
+        if lines := await asyncio.to_thread(reader.more):
+            if text := _rendered(lines):
+                silent = 0.0
+                yield text
             continue
         await state.until(lambda: False, LOOK_SECONDS)
         silent += LOOK_SECONDS
@@ -40,31 +39,12 @@ async def tail(path: Path, after: int | None, state: State) -> AsyncIterator[byt
             yield b": still here\n\n"
 
 
-def _read(path: Path, place: int) -> tuple[bytes, int]:
-    """Renders the whole lines from `place` on, and says where the next one begins."""
-    if place >= _size(path):
-        return b"", place
-    with open(path, "rb") as file:
-        # An id made up by hand may point into a line; the rest of that line is left out.
-        if place > 0:
-            file.seek(place - 1)
-            if file.read(1) != b"\n":
-                place += len(file.readline())
-        file.seek(place)
-        data = file.read(BATCH_BYTES)
+def _rendered(lines: Iterable[Line]) -> bytes:
     rendered = []
-    for line in data.splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break
-        place += len(line)
-        if event := parse(line):
-            kind = event.kind.encode()
-            rendered.append(b"id: %d\nevent: %s\ndata: %s\n\n" % (place, kind, line.strip()))
-    return b"".join(rendered), place
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    for line in lines:
+        if event := parse(line.text):
+            # Without an id of its own an event leaves the reader with the last one it had.
+            rendered += [f"id: {line.id}\n".encode()] if line.id else []
+            said = event.kind.encode(), line.text.strip()
+            rendered.append(b"event: %s\ndata: %s\n\n" % said)
+    return b"".join(rendered)

@@ -358,11 +358,15 @@ def test_stop_is_a_request_like_any_other(server, puppet):
 def test_events_come_one_by_one_with_their_ids(server, puppet):
     stream = (
         b': hello\n\nid: 7\nevent: published\ndata: {"kind": "published"}\n\n'
-        b'id:8\ndata: {"kind":\ndata: "end"}\n\ndata: {"kind": "cut"}\n'
+        b'id:8\ndata: {"kind":\ndata: "end"}\n\ndata: {"kind": "late"}\n\ndata: {"kind": "cut"}\n'
     )
     puppet.will("GET /v1/events", 200, stream, {"content-type": "text/event-stream"})
     events = list(server.events(after="6"))
-    assert events == [{"kind": "published", "id": "7"}, {"kind": "end", "id": "8"}]
+    assert events == [
+        {"kind": "published", "id": "7"},
+        {"kind": "end", "id": "8"},
+        {"kind": "late", "id": "8"},
+    ]
     assert puppet.heard()[0]["headers"]["last-event-id"] == "6"
 
 

@@ -118,3 +118,19 @@ def test_the_log_of_a_restarted_server_counts_on():
     known = last_known(log)
     assert known["outer_steps"] == 3, "one was published but not noted before the crash"
     assert known["wall_seconds"] == 12.0
+
+
+def test_a_log_whose_beginning_is_not_kept_still_tells_the_state():
+    def at(kind, **fields):
+        return Event(kind, "server", 5.0, 1.0, fields)
+
+    known = last_known(
+        [
+            at("accepted", region="paris", bytes=300),
+            at("published", fragment=0, version=7000),
+            at("published", fragment=1, version=7001),
+            at("published", cut=["members"]),
+        ]
+    )
+    assert known["state"] == "training" and known["regions"] == {"paris": "joined"}
+    assert known["outer_steps"] == 14001
