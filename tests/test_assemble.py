@@ -118,7 +118,7 @@ def test_spelling_out_names_every_option_and_changes_nothing():
 
 def test_the_digest_is_of_what_the_run_means_not_of_how_it_is_written():
     meant = assemble.shared_digest(spec())
-    assert assemble.shared_digest(spec("outer={kind: nesterov}")) == meant
+    assert assemble.shared_digest(spec("wire.up={kind: int4}")) == meant
     assert assemble.shared_digest(spec("outer={kind: nesterov, lr: 0.5}")) != meant
     assert assemble.shared_digest(spec("wire.rate_limit=5Mbit")) == meant, "a region's own affair"
 

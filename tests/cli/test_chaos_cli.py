@@ -96,12 +96,9 @@ def test_methods_are_settings_of_the_same_run():
 
 def test_a_data_parallel_job_ends_when_told_to_even_if_its_shell_ignores_that():
     """Started in the background, a process inherits that SIGINT is ignored."""
-    job = subprocess.Popen(
-        [sys.executable, "-m", "diloco_cli", "chaos", "rough.yaml", "--method", "elastic"],
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
+    words = [sys.executable, "-m", "diloco_cli", "chaos", "rough.yaml", "--method", "elastic"]
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]
+    job = subprocess.Popen(ignoring, stderr=subprocess.PIPE, text=True)
     try:
         assert job.stderr and "starting 2 members" in job.stderr.readline()
         members = _members_once_there(job, count=2)
