@@ -65,7 +65,12 @@ def _side_by_side(wanted: list[tuple[Cell, int]], budget: Budget, workers: int) 
     try:
         for done in as_completed([pool.submit(run_cell, c, budget, seed) for c, seed in wanted]):
             yield done.result()
-    finally:  # Whoever interrupts does not wait for cells that nobody will hear of.
+    except BaseException:
+        # Whoever interrupts does not wait for cells that nobody will hear of.
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
+    finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
