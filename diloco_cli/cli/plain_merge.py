@@ -17,7 +17,8 @@ from diloco_cli.core.merge import Radial
 from diloco_cli.core.outer import Nesterov, outer_step
 from diloco_cli.wire.chunks import CHUNK, spread
 from diloco_cli.wire.codec import codecs
-from diloco_cli.wire.frame import Frame, open_frame, vector_digest
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.wire.fuse import Method, Outcome, fuse
 
 PIECES = 16

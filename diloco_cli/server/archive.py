@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from diloco_cli.errors import StoreError, WireError
 from diloco_cli.server.claim import FROM_COPY
+from diloco_cli.wire.digest import OLD_DIGITS, state_digest, vector_digest
 from diloco_cli.wire.frame import open_frame
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -29,13 +30,26 @@ class FragmentState:
     theta: np.ndarray
     momentum: np.ndarray
     published: np.ndarray
+    names: tuple[str, ...] = field(default=(), kw_only=True)
+    """Digests of the three, if whoever made them knows."""
+
+    @property
+    def vectors(self) -> dict[str, np.ndarray]:
+        return {"theta": self.theta, "momentum": self.momentum, "published": self.published}
 
     @property
     def digest(self) -> str:
-        """BLAKE3 of every bit; two states are the same exactly if it is."""
+        """Of every bit; two states are the same exactly if it is."""
+        names = self.names or map(vector_digest, self.vectors.values())
+        return state_digest(dict(zip(self.vectors, names, strict=True)))
+
+    def digest_like(self, said: str) -> str:
+        """The digest, of the kind that is said: BLAKE3 in stores of version 2 and before."""
+        if len(said) != OLD_DIGITS:
+            return self.digest
         summary = blake3()
-        for name in ("theta", "momentum", "published"):
-            values = np.ascontiguousarray(getattr(self, name), np.dtype("<f4"))
+        for name, values in self.vectors.items():
+            values = np.ascontiguousarray(values, np.dtype("<f4"))
             summary.update(f"{name} {values.size}\n".encode())
             summary.update(values.view(np.uint8).data)
         return summary.hexdigest()
@@ -82,7 +96,7 @@ class Archive:
         except (SafetensorError, OSError) as error:
             raise StoreError(f"{path} cannot be read: {error}.", hint=FROM_COPY) from error
         said = (about.get("fragment"), about.get("version"), about.get("digest"))
-        found = (str(fragment), str(version), state.digest)
+        found = (str(fragment), str(version), state.digest_like(said[2] or ""))
         if said != found:
             raise StoreError(
                 f"{path} is damaged: it says fragment, version, digest are {said}, "

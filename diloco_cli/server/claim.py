@@ -14,10 +14,11 @@ from diloco_cli.server import durable
 from diloco_cli.server.durable import disk_errors
 from diloco_cli.server.journal import Journal, Notice, read_journal
 
-STORE = 2
+STORE = 3
 """Version of the folder's form. Older ones are gone on with, newer ones are refused.
 
-1: every version is stored as a whole. 2: some are, the others are made again.
+1: every version is stored as a whole. 2: some are, the others are made again. 3: vectors and
+states are named by XXH3; older names are by BLAKE3 and stay.
 """
 
 FROM_COPY = "Restore the server folder from a copy."

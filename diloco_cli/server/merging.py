@@ -102,7 +102,7 @@ def next_version(
     except NotFinite as error:
         return Spoiled(regions, "refused", f"merged, it cannot be published: {error.message}")
     merged = {**old.merged, **{receipt.region: receipt.digest for receipt in receipts}}
-    state = FragmentState(made.theta, made.momentum, made.published)
+    state = FragmentState(made.theta, made.momentum, made.published, names=made.names)
     version = Version(old.number + 1, state, made.digest, merged, regions)
     return version, seal(frame_header(recipe, store.run, "delta", fragment, version), made.chunks)
 

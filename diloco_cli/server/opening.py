@@ -28,7 +28,7 @@ from diloco_cli.server.state import State
 from diloco_cli.server.store import FragmentState, Store, put_away, stores
 from diloco_cli.server.tally import Tally
 from diloco_cli.server.weights import Weights
-from diloco_cli.wire.frame import vector_digest
+from diloco_cli.wire.digest import vector_digest
 
 Initial = Callable[[], Mapping[str, np.ndarray]]
 

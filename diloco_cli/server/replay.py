@@ -225,10 +225,10 @@ def _again(
 
 
 def _check(fragment: int, step: Step, state: FragmentState, how: str) -> None:
-    if step.state and state.digest != step.state:
+    if step.state and (found := state.digest_like(step.state)) != step.state:
         raise StoreError(
             f"Version {step.version} of fragment {fragment}, {how}, has the digest "
-            f"{state.digest[:12]}; the journal says {step.state[:12]}.",
+            f"{found[:12]}; the journal says {step.state[:12]}.",
             hint=f"{FROM_COPY} If only its numpy or numba is another than the one that made it, "
             "start it with those and stop it once: that stores the versions as they are.",
         )

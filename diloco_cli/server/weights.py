@@ -26,7 +26,8 @@ from diloco_cli.server.merging import Version, frame_header
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import Store
 from diloco_cli.wire.codec import codecs
-from diloco_cli.wire.frame import pack, vector_digest
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import pack
 from diloco_cli.wire.messages import Links, version_path
 
 PIECE_BYTES = 1 << 19

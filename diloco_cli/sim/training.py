@@ -30,7 +30,8 @@ from diloco_cli.sim.region import Region
 from diloco_cli.sim.scenario import Scenario, Site
 from diloco_cli.sim.simulator import Play
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.wire.frame import Frame, open_frame, vector_digest
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.worker.holdings import Holdings
 from diloco_cli.worker.step import Step
 from diloco_cli.worker.task import Task

@@ -21,7 +21,6 @@ from itertools import pairwise
 
 import numpy as np
 import zstandard
-from blake3 import blake3
 
 from diloco_cli.errors import WireError
 from diloco_cli.wire.chunks import (
@@ -37,6 +36,7 @@ from diloco_cli.wire.chunks import (
     unsqueeze,
 )
 from diloco_cli.wire.codec import Body, Codec, NotFinite, codecs, raw, vector
+from diloco_cli.wire.digest import VectorHash
 from diloco_cli.wire.header import MOST_HEADER_BYTES, Header, read_header, write_header
 from diloco_cli.wire.quant import Nibbles
 from diloco_cli.wire.vectors import fresh
@@ -45,14 +45,12 @@ __all__ = [
     "CHUNK",
     "Frame",
     "Header",
-    "VectorHash",
     "most_bytes",
     "open_frame",
     "pack",
     "pack_bodies",
     "read_chain",
     "seal",
-    "vector_digest",
 ]
 
 FRAME_VERSION = 1
@@ -117,10 +115,13 @@ class Frame:
     def added_to(
         self, weights: np.ndarray, *, threads: int | None = None
     ) -> tuple[np.ndarray, str]:
-        """Gives weights + values, and the digest of the sum; the weights stay as they are."""
+        """Gives weights + values, and the digest of the sum; the weights stay as they are.
+
+        The digest is of the kind that the header names the sum with.
+        """
         base = vector(weights)
         _refuse_unfitting(base, self.header.size)
-        sums, digest = fresh(base.size), VectorHash()
+        sums, digest = fresh(base.size), VectorHash(like=self.header.published)
 
         def add(place: int, span: slice) -> None:
             values = tools.scratch("values", span.stop - span.start, np.float32)
@@ -290,30 +291,6 @@ def most_bytes(size: int, codec: Codec | None = None) -> int:
     # What zstd may add to bytes it cannot shrink, and each chunk's last, padded block.
     body += body // 256 + chunks * (64 + (1 << 16))
     return PRELUDE.size + MOST_HEADER_BYTES + body + DIGEST_BYTES
-
-
-class VectorHash:
-    """Takes a vector piece by piece; BLAKE3 of its little-endian float32 bytes.
-
-    A version is hashed by everybody who holds it, and at 32 bits a value that would be the
-    most expensive part of following it with SHA-256, the frames' own digest.
-    """
-
-    def __init__(self) -> None:
-        self._hash = blake3()
-
-    def update(self, values: np.ndarray) -> None:
-        self._hash.update(vector(values).view(np.uint8).data)
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
-
-
-def vector_digest(values: np.ndarray) -> str:
-    """Names a vector by every bit of it, in 64 hexadecimal digits."""
-    found = VectorHash()
-    found.update(values)
-    return found.hexdigest()
 
 
 def _prelude(view: memoryview) -> tuple[int, int]:

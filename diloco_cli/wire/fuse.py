@@ -31,8 +31,9 @@ from diloco_cli.core.robust import ByColumn, Clipped
 from diloco_cli.errors import WireError
 from diloco_cli.wire.chunks import body_of, in_chunks, read_into, span_of, tools
 from diloco_cli.wire.codec import Codec, vector
+from diloco_cli.wire.digest import VectorHash
 from diloco_cli.wire.fold import MemberUnfit, edges_of, merge_into, stretches
-from diloco_cli.wire.frame import Frame, VectorHash
+from diloco_cli.wire.frame import Frame
 from diloco_cli.wire.vectors import fresh
 
 __all__ = ["Diverged", "MemberUnfit", "Method", "Outcome", "fuse", "fusible"]
@@ -52,8 +53,13 @@ class Outcome:
     momentum: np.ndarray
     published: np.ndarray
     chunks: list[bytes]
-    digest: str
-    """Of the published vector."""
+    names: tuple[str, str, str]
+    """Digests of the three vectors."""
+
+    @property
+    def digest(self) -> str:
+        """Of the published vector."""
+        return self.names[2]
 
 
 @dataclass(frozen=True)
@@ -132,12 +138,15 @@ class _Step:
             with np.errstate(over="ignore", invalid="ignore"):  # Looked for, and then named.
                 return self._chunk(span, new)
 
-        chunks, digest = [], VectorHash()
+        chunks, names = [], (VectorHash(), VectorHash(), VectorHash())
         for place, compressed in enumerate(in_chunks(chunk, merged.size, self.method.threads)):
             chunks.append(compressed)
-            # While the helpers are at the next chunks.
-            digest.update(new[2][span_of(place, merged.size)])
-        return Outcome(*new, chunks, digest.hexdigest())
+            # While the helpers are at the next chunks, and this one is in the cache.
+            span = span_of(place, merged.size)
+            for name, values in zip(names, new, strict=True):
+                name.update(values[span])
+        theta, momentum, published = (name.hexdigest() for name in names)
+        return Outcome(*new, chunks, (theta, momentum, published))
 
     def _chunk(self, span: slice, new: tuple[np.ndarray, np.ndarray, np.ndarray]) -> bytes:
         from diloco_cli.wire.merge_kernels import add_values

@@ -24,7 +24,7 @@ from pydantic import (
 from diloco_cli.errors import WireError
 from diloco_cli.registry import in_words
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Of the API and of the frames that travel over it; both sides must have the same."""
 
 RUN_HEADER = "diloco-run"
@@ -50,6 +50,8 @@ Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(max_length=1000)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+VectorDigest = Annotated[str, Field(pattern=r"^([0-9a-f]{32}|[0-9a-f]{64})$")]
+"""What `digest` calls a vector, or an older version did."""
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
 
@@ -146,7 +148,7 @@ class News(Message):
     evaluate: Flag
     """This region evaluates the held-out loss of the global weights."""
     lease_seconds: Seconds
-    mend: dict[Count, Digest] = {}
+    mend: dict[Count, VectorDigest] = {}
     """Digests this region reported and nobody published: fetch those fragments whole."""
 
 
@@ -176,7 +178,7 @@ class Holding(Request):
     """The published weights of one fragment, as a region has them."""
 
     version: Version
-    digest: Digest
+    digest: VectorDigest
 
 
 class HeldOut(Request):

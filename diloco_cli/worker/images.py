@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from diloco_cli.errors import StoreError, WireError
 from diloco_cli.net.client import Gone, Server
-from diloco_cli.wire.frame import Frame, vector_digest
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import Frame
 from diloco_cli.wire.messages import Holding
 from diloco_cli.worker.mailbox import Image, Mailbox
 
@@ -43,7 +44,7 @@ class Shelf:
             return
         if image is None:
             return
-        if vector_digest(image.weights) == image.published:
+        if vector_digest(image.weights, image.published) == image.published:
             self.holds[number] = Holding(version=image.version, digest=image.published)
         else:
             self._wrong[number] = f"our copy of version {image.version} was damaged on disk"
@@ -104,7 +105,7 @@ def bring_up(server: Server, fragment: int, have: Image | None, version: int) ->
 
 def _refuse_other_history(fragment: int, have: Image, last: Frame, image: Image) -> None:
     """Raises if our weights are sound and the server's are, but theirs do not follow ours."""
-    sound = vector_digest(have.weights) == have.published
+    sound = vector_digest(have.weights, have.published) == have.published
     if sound and last.header.published == image.published:
         raise other_history(fragment, have.version, "what the server published after it")
 
@@ -136,7 +137,7 @@ def add_up(have: Image, chain: Sequence[Frame]) -> Image | None:
 def unpack(frame: Frame) -> Image:
     """Reads a whole version, bit for bit."""
     said, weights = frame.header, frame.values()
-    digest = vector_digest(weights)
+    digest = vector_digest(weights, said.published)
     if digest != said.published:
         raise WireError(
             f"Version {said.version} of fragment {said.fragment} hashes to {digest[:12]}…, "

@@ -81,7 +81,7 @@ SAID: dict[str, dict[str, Any]] = {
         "boot": 2,
         "spec_digest": DIGEST,
         "layout_digest": DIGEST,
-        "wire": 1,
+        "wire": 2,
     },
     "heartbeat": {
         "epoch": 3,
@@ -106,7 +106,7 @@ SAID: dict[str, dict[str, Any]] = {
         "state": "running",
         "spec_digest": DIGEST,
         "layout_digest": DIGEST,
-        "wire": 1,
+        "wire": 2,
         "fragments": [100, 200],
         "lease_seconds": 10.0,
         "settings": {"sync": {"every": 6}, "names": ["a", None, True, 1.5]},

@@ -46,7 +46,7 @@ class Target:
             self.run = server.run().run
         self.headers = {
             RUN_HEADER: self.run,
-            WIRE_HEADER: "1",
+            WIRE_HEADER: "2",
             EPOCH_HEADER: str(running.epoch),
         }
         self.limit = most_bytes(VALUES, running.recipe.up)

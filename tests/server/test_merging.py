@@ -20,7 +20,8 @@ from diloco_cli.server.merging import Spoiled, Version, next_version
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import FragmentState
 from diloco_cli.wire.chunks import CHUNK, cores
-from diloco_cli.wire.frame import Header, open_frame, pack, seal, vector_digest
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import Header, open_frame, pack, seal
 
 NAMES = ("a", "b", "c", *(f"r{number:02}" for number in range(48)))
 TENSORS = (Tensor("embed", (500, 400), embedding=True), Tensor("w", (1500, 1200)))

@@ -170,7 +170,7 @@ async def test_a_folder_of_the_older_form_is_gone_on_with(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"store": 1}))
     bench.recipe = recipe_of()
     bench.restart()
-    assert json.loads(path.read_text())["store"] == 2
+    assert json.loads(path.read_text())["store"] == 3
     await bench.round(0)
     assert states(bench) == [0, 1, 2] and bench.versions[0] == 3
 

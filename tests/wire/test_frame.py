@@ -4,14 +4,13 @@ import hashlib
 
 import numpy as np
 import pytest
-from blake3 import blake3
 from forge import delta, header, honest, opened, ramp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_cli.errors import WireError
 from diloco_cli.wire.codec import NotFinite, codecs
-from diloco_cli.wire.frame import CHUNK, most_bytes, open_frame, pack, read_chain, vector_digest
+from diloco_cli.wire.frame import CHUNK, most_bytes, open_frame, pack, read_chain
 
 every_codec = pytest.mark.parametrize("kind", codecs.kinds())
 
@@ -185,7 +184,3 @@ def test_a_chain_with_a_wrong_link_is_refused(data, said):
 def test_a_chain_of_wrong_sizes_is_refused():
     with pytest.raises(WireError, match="holds 50 values"):
         read_chain(chain(4, 5), size=51)
-
-
-def test_the_digest_of_a_vector_is_that_of_its_little_endian_bytes():
-    assert vector_digest(np.array([1.0], np.float32)) == blake3(b"\0\0\x80?").hexdigest()

@@ -13,7 +13,8 @@ from diloco_cli.core.robust import Clipped, Median, Trimmed
 from diloco_cli.errors import WireError
 from diloco_cli.wire.chunks import CHUNK
 from diloco_cli.wire.codec import codecs
-from diloco_cli.wire.frame import Frame, open_frame, pack, seal, vector_digest
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import Frame, open_frame, pack, seal
 from diloco_cli.wire.fuse import Diverged, MemberUnfit, Method, fuse, fusible
 
 SIZE = CHUNK + 70_001
@@ -145,7 +146,8 @@ def test_threads_change_nothing():
 def test_the_chunks_are_the_delta_that_leads_to_what_is_published():
     given, before = members(2, {"kind": "int4"}), state()
     outcome = fuse(method(), fragment(), given, before)
-    assert outcome.digest == vector_digest(outcome.published)
+    vectors = (outcome.theta, outcome.momentum, outcome.published)
+    assert outcome.names == tuple(map(vector_digest, vectors))
     said = delta(SIZE, 41, codec={"kind": "int8"}, published=outcome.digest)
     frame = open_frame(seal(said, outcome.chunks), size=SIZE)
     np.testing.assert_array_equal(before[2] + frame.values(), outcome.published)

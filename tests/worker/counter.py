@@ -11,7 +11,8 @@ import numpy as np
 
 from diloco_cli.errors import LinkError
 from diloco_cli.net.client import Fenced, Gone
-from diloco_cli.wire.frame import Frame, Header, open_frame, pack, vector_digest
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import Frame, Header, open_frame, pack
 from diloco_cli.wire.messages import Answer, Heartbeat, Joined, Latest, Links, News, Run
 from diloco_cli.worker.door import Terms
 
@@ -129,7 +130,7 @@ class Connection:
             state="training",
             spec_digest=SPEC,
             layout_digest=LAYOUT,
-            wire=1,
+            wire=2,
             fragments=(SIZE,) * len(self.counter.weights),
             lease_seconds=1.0,
             settings={"sync": {"every": 8, "quorum": 1}, "seed": 0},

@@ -13,7 +13,8 @@ from diloco_cli.core import delta
 from diloco_cli.core.fragments import cut, gather
 from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.wire.frame import Frame, vector_digest
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import Frame
 from diloco_cli.wire.messages import News
 from diloco_cli.worker.bell import Bell
 from diloco_cli.worker.mailbox import Fate, Identity, Image, Mailbox

@@ -9,7 +9,8 @@ from counter import LAYOUT, SIZE, Counter
 from diloco_cli.errors import StoreError
 from diloco_cli.net.client import Fenced
 from diloco_cli.observe.events import EventLog, read_events
-from diloco_cli.wire.frame import Header, pack, vector_digest
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import Header, pack
 from diloco_cli.wire.messages import Answer, Joined
 from diloco_cli.worker.courier import Courier
 from diloco_cli.worker.images import bring_up

@@ -10,7 +10,7 @@ from counter import LAYOUT, SIZE, TERMS, Counter
 
 from diloco_cli.errors import LinkError, SpecError, StoreError
 from diloco_cli.net.client import Held, OlderCopy
-from diloco_cli.wire.frame import vector_digest
+from diloco_cli.wire.digest import vector_digest
 from diloco_cli.worker.bell import Bell
 from diloco_cli.worker.door import Door, Terms
 from diloco_cli.worker.images import bring_up

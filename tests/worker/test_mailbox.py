@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from diloco_cli.errors import SpecError, StoreError
-from diloco_cli.wire.frame import Header, pack, vector_digest
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import Header, pack
 from diloco_cli.wire.messages import News
 from diloco_cli.worker.mailbox import Fate, Identity, Image, Mailbox, stamp
 
@@ -132,7 +133,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from diloco_cli.wire.frame import vector_digest
+from diloco_cli.wire.digest import vector_digest
 from diloco_cli.worker.mailbox import Image, Mailbox
 mailbox = Mailbox(Path(sys.argv[1]))
 frames = [bytes.fromhex(line) for line in sys.stdin]
