@@ -23,7 +23,7 @@ from diloco_cli.errors import LinkError, WireError
 from diloco_cli.net.gauge import MOST_LANES, PART_BYTES, Bucket, Gauge
 from diloco_cli.net.identity import NOBODY, Identity
 from diloco_cli.net.parts import Upload, opened
-from diloco_cli.net.ranges import Fetch
+from diloco_cli.net.ranges import Fetch, fresh
 from diloco_cli.net.refusal import Gone
 from diloco_cli.net.transport import Carrier, Link, Retry, Timeouts
 from diloco_cli.wire.messages import Answer
@@ -179,7 +179,7 @@ class Freight:
         Memory that is new to a process costs more time than a fast link needs to fill it.
         """
         if size > MOST_KEPT_BYTES:
-            return memoryview(bytearray(size))
+            return fresh(size)
         try:
             if len(self._kept) < size:
                 self._kept.extend(bytes(size - len(self._kept)))

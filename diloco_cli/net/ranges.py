@@ -8,11 +8,13 @@ resource: had it changed, the server would send it from the beginning.
 
 from __future__ import annotations
 
+import mmap
 import random
 import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import httpx
 
@@ -21,6 +23,8 @@ from diloco_cli.net.gauge import Gauge
 from diloco_cli.net.transport import ARRIVED, BROKEN, Damaged, Later, Link, in_words
 
 Range = tuple[int, int]
+
+HUGE_PAGE_BYTES = 2 << 20
 
 _PLACE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
@@ -36,12 +40,12 @@ class Fetch:
         gauge: Gauge,
         headers: dict[str, str],
         most: int,
-        room: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
+        room: Callable[[int], memoryview] | None = None,
     ) -> None:
         """`most` is how long the resource may be at all; `room` makes a place for so many bytes."""
         self.path = path
         self._lane, self._gauge, self._headers, self._most = lane, gauge, headers, most
-        self._room = room
+        self._room = room or fresh
         first = lane(0)
         self._url, self._stop, self._retry = first.url, first.stop, first.retry
         self._lock = threading.Lock()
@@ -215,6 +219,23 @@ class _Arriving:
             if len(found) > fetch._most:
                 raise _too_long(fetch)
         fetch._buffer, fetch._gaps, fetch._known = memoryview(found), [], True
+
+
+def fresh(size: int) -> memoryview:
+    """New memory for so many bytes, in large pages where there are any.
+
+    Page by page, the system needs longer to make room for a body than a fast link to fill it.
+    """
+    if size < HUGE_PAGE_BYTES:
+        return memoryview(bytearray(size))
+    try:
+        made = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # What others call a lack of memory.
+        raise MemoryError(f"{size} bytes for a body") from error
+    if advice := getattr(mmap, "MADV_HUGEPAGE", None):
+        with suppress(OSError):  # A system without them.
+            made.madvise(advice)
+    return memoryview(made)
 
 
 def _changed(fetch: Fetch) -> WireError:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import httpx
 
 from diloco_cli.errors import DilocoError, LinkError, SpecError, StoreError, WireError
+from diloco_cli.net.carriers import ARRIVED
 from diloco_cli.wire.messages import WIRE_HEADER, WIRE_VERSION, parse_error
 
 MOST_REFUSAL_BYTES = 1 << 20
@@ -43,7 +44,7 @@ class Gone(SpecError):
 def read(url: str, response: httpx.Response, most: int) -> bytes:
     """Reads a body that must not be longer than `most` bytes."""
     pieces, length = [], 0
-    for piece in response.iter_raw():
+    for piece in response.extensions.get(ARRIVED, response.iter_raw)():
         pieces.append(piece)
         length += len(piece)
         if length > most:

@@ -5,7 +5,7 @@ or an answer that says "later" (503, 507): after a pause that doubles and is nev
 the same, or the one the server asked for. An answer that says "no" (4xx) is never asked
 for again; it becomes the exception that says what to do about it.
 
-Two transports carry the same `httpx.Client`: httpx's own HTTP/2 for short calls, and
+Two transports carry the same `httpx.Request`: httpx's own HTTP/2 for short calls, and
 pyreqwest's, which moves large bodies at a third of the processor time, for bulk. Both
 speak HTTP/2 with prior knowledge on http:// and pass one conformance suite.
 """
@@ -17,24 +17,30 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from h2.exceptions import H2Error
 
 from diloco_cli.errors import DilocoError, LinkError, SpecError, WireError
+from diloco_cli.net.carriers import (
+    ARRIVED,
+    WHOLE,
+    Carrier,
+    make_transport,
+    standing_headers,
+)
 from diloco_cli.net.gauge import Bucket
 from diloco_cli.net.identity import NOBODY, Identity, in_handshake
 from diloco_cli.net.refusal import MOST_REFUSAL_BYTES, read, refusal
 from diloco_cli.wire.messages import parse_error
 
-T = TypeVar("T")
+__all__ = ["ARRIVED", "BROKEN", "Carrier", "Link", "Retry", "Timeouts", "checked_url"]
 
-Carrier = Literal["pyreqwest", "httpx"]
+T = TypeVar("T")
 
 LATER = frozenset({502, 503, 504, 507})
 """Answers that decide nothing; everything else is final."""
@@ -45,14 +51,6 @@ it sends, so one piece of 32 MB moves at 10 MB/s; in these pieces at several hun
 
 MOST_WHOLE_BYTES = 32 << 20
 """A file up to this size is read before it is sent, where the transport likes that better."""
-
-WHOLE, ARRIVED = "diloco-body", "diloco-pieces"
-"""Extensions for bodies that are not copied: of a request, what is sent; of an answer, a
-function that gives its pieces."""
-
-STREAM_WINDOW_BYTES = 64 << 20
-CONNECTION_WINDOW_BYTES = 128 << 20
-"""Bytes on the way before an acknowledgement: at 100 ms, 64 MiB are 5 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ BROKEN = (httpx.RequestError, httpx.StreamError, Later, Damaged)
 """Failures after which the same call may work."""
 
 Body = bytes | memoryview | Path | None
-Content = bytes | memoryview | Iterator[bytes] | None
+Source = bytes | memoryview | BufferedReader
 
 
 class Link:
@@ -141,12 +139,25 @@ class Link:
         # It takes a body as it is; in pieces it would ask Python for each of them.
         self._whole = bulk and carrier == "pyreqwest" and bucket is None
         self._identity = identity
-        self._client = make_client(
-            self.url, bulk=bulk, carrier=carrier, timeouts=self.timeouts, identity=identity
+        self._headers = standing_headers(self.url, identity)
+        self._closed = False
+        self._transport = make_transport(
+            self.url,
+            bulk=bulk,
+            carrier=carrier,
+            connect=self.timeouts.connect,
+            probe=self.timeouts.probe,
+            identity=identity,
         )
 
     def close(self) -> None:
-        self._client.close()
+        self._closed = True
+        self._transport.close()
+
+    def _send(self, request: httpx.Request) -> httpx.Response:
+        if self._closed:  # One of the transports would open another connection.
+            raise RuntimeError(f"The link to {self.url} is closed.")
+        return self._transport.handle_request(request)
 
     def call(
         self,
@@ -205,67 +216,57 @@ class Link:
     ) -> T:
         """Makes one call; what a second try could mend is raised as one of `BROKEN`."""
         allowed = self.timeouts.answer if seconds is None else seconds
+        # Opened anew for every try, and read to its end even if it is replaced meanwhile.
+        source = body.open("rb") if isinstance(body, Path) else body
         try:
-            with self._request(method, path, body, headers or {}, allowed) as response:
-                return self._received(response, receive, answers)
+            request = self._request(method, path, source, headers or {}, allowed)
+            return self._exchange(request, lambda found: self._received(found, receive, answers))
         except (httpx.NetworkError, httpx.ProtocolError) as error:
             if trouble := in_handshake(self.url, self._identity, error):
                 raise trouble from error
             raise
+        finally:
+            if isinstance(source, BufferedReader):
+                source.close()
 
-    @contextmanager
-    def _request(
-        self,
-        method: str,
-        path: str,
-        body: Body,
-        headers: dict[str, str],
-        allowed: float,
-    ) -> Iterator[httpx.Response]:
-        timeout = httpx.Timeout(allowed, connect=min(allowed, self.timeouts.connect))
-        with self._pieces(body) as (pieces, size):
-            sent: dict[str, Any] = {"content": pieces}
-            if isinstance(pieces, bytes | memoryview):
-                sent = {"extensions": {WHOLE: pieces}}
-            if size is not None:
-                headers = {**headers, "content-length": str(size)}
+    def _exchange(self, request: httpx.Request, receive: Callable[[httpx.Response], T]) -> T:
+        try:
+            response = self._send(request)
             try:
-                with self._client.stream(
-                    method, path, headers=headers, timeout=timeout, **sent
-                ) as response:
-                    yield response
-            except H2Error as error:
-                # After a goodbye (GOAWAY) httpx's own HTTP/2 takes whatever still comes for a
-                # fault, and lets the library underneath say so.
-                raise httpx.RemoteProtocolError(str(error) or repr(error)) from error
+                return receive(response)
+            finally:
+                response.close()
+        except H2Error as error:
+            # After a goodbye (GOAWAY) httpx's own HTTP/2 takes whatever still comes for a
+            # fault, and lets the library underneath say so.
+            raise httpx.RemoteProtocolError(str(error) or repr(error)) from error
 
-    @contextmanager
-    def _pieces(self, body: Body) -> Iterator[tuple[Content, int | None]]:
-        """Gives a body as it is best sent, and its length.
+    def _request(
+        self, method: str, path: str, body: Source | None, headers: dict[str, str], allowed: float
+    ) -> httpx.Request:
+        limits = httpx.Timeout(allowed, connect=min(allowed, self.timeouts.connect)).as_dict()
+        extensions: dict[str, Any] = {"timeout": limits}
+        headers, content = {**self._headers, **headers}, None
+        if body is not None:
+            size = _size(body)
+            if self._whole and size <= MOST_WHOLE_BYTES and isinstance(body, BufferedReader):
+                size = len(body := body.read())
+            if self._whole and not isinstance(body, BufferedReader):
+                extensions[WHOLE] = body
+            else:
+                content = self._paced(body)
+            headers["content-length"] = str(size)
+        return httpx.Request(
+            method, self.url + path, headers=headers, content=content, extensions=extensions
+        )
 
-        A file is opened anew for every try, and read to its end even if it is replaced meanwhile.
-        """
-        if body is None:
-            yield None, None
-        elif isinstance(body, Path):
-            with body.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if self._whole and size <= MOST_WHOLE_BYTES:
-                    yield (data := file.read()), len(data)
-                else:
-                    yield self._paced(iter(lambda: file.read(self._piece), b"")), size
-        elif self._whole:
-            yield body, len(body)
+    def _paced(self, body: Source) -> Iterator[bytes]:
+        """Gives a body in pieces, at the rate that is allowed."""
+        most = self._bucket.piece if self._bucket else UPLOAD_BYTES
+        if isinstance(body, BufferedReader):
+            pieces = iter(lambda: body.read(most), b"")
         else:
-            starts = range(0, len(body), self._piece)
-            pieces = (bytes(body[start : start + self._piece]) for start in starts)
-            yield self._paced(pieces), len(body)
-
-    @property
-    def _piece(self) -> int:
-        return self._bucket.piece if self._bucket else UPLOAD_BYTES
-
-    def _paced(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+            pieces = (bytes(body[at : at + most]) for at in range(0, len(body), most))
         for piece in pieces:
             if self._bucket:
                 self._bucket.take(len(piece))
@@ -291,60 +292,41 @@ class Link:
 
     def stream(self, path: str, *, headers: dict[str, str], silence: float) -> Iterator[str]:
         """Yields the lines of an answer that has no end; not tried again."""
-        timeout = httpx.Timeout(silence, connect=self.timeouts.connect)
+        request = self._request("GET", path, None, headers, silence)
         try:
-            with self._client.stream("GET", path, headers=headers, timeout=timeout) as response:
+            response = self._send(request)
+            try:
                 if not response.is_success:
-                    raise refusal(
-                        self.url,
-                        response.status_code,
-                        read(self.url, response, MOST_REFUSAL_BYTES),
-                    )
+                    said = read(self.url, response, MOST_REFUSAL_BYTES)
+                    raise refusal(self.url, response.status_code, said)
                 yield from response.iter_lines()
+            finally:
+                response.close()
         except httpx.RequestError as error:
             trouble = in_handshake(self.url, self._identity, error)
             raise trouble or in_words(self.url, error, silence, 1, 0.0) from error
 
 
-def make_client(
-    url: str,
-    *,
-    bulk: bool = False,
-    carrier: Carrier = "pyreqwest",
-    timeouts: Timeouts | None = None,
-    identity: Identity = NOBODY,
-) -> httpx.Client:
-    """Makes an HTTP/2 client for `url`; nothing from the environment changes where it connects."""
-    timeouts = timeouts or Timeouts()
-    # Frames and weights are compressed already or do not compress.
-    headers = {"accept-encoding": "identity", "user-agent": "diloco", **identity.headers}
-    identity.check(url)
-    timeout = httpx.Timeout(timeouts.answer, connect=timeouts.connect)
-    if bulk and carrier == "pyreqwest":
-        from diloco_cli.net.bulk import BulkTransport
-
-        transport = BulkTransport.connect(
-            prior_knowledge=url.startswith("http://"),
-            connect=timedelta(seconds=timeouts.connect),
-            probe=timedelta(seconds=timeouts.probe),
-            stream_window=STREAM_WINDOW_BYTES,
-            connection_window=CONNECTION_WINDOW_BYTES,
-            identity=identity,
-        )
-        return httpx.Client(
-            base_url=url, transport=transport, timeout=timeout, headers=headers, trust_env=False
-        )
-    tls = url.startswith("https://")
+def make_client(url: str, *, timeouts: Timeouts, identity: Identity = NOBODY) -> httpx.Client:
+    """Makes a client for looking at a server, on httpx's own HTTP/2."""
     return httpx.Client(
         base_url=url,
-        http1=tls,  # On TLS the two sides agree on a version.
-        http2=True,
-        # Loading certificates that nobody asks for takes 50 ms.
-        verify=identity.context() if tls else False,
-        timeout=timeout,
-        headers=headers,
+        headers=standing_headers(url, identity),
+        timeout=httpx.Timeout(timeouts.answer, connect=timeouts.connect),
+        transport=make_transport(
+            url,
+            bulk=False,
+            carrier="httpx",
+            connect=timeouts.connect,
+            probe=timeouts.probe,
+            identity=identity,
+        ),
         trust_env=False,
     )
+
+
+def _size(body: Source) -> int:
+    return os.fstat(body.fileno()).st_size if isinstance(body, BufferedReader) else len(body)
 
 
 def checked_url(url: str) -> str:
@@ -357,6 +339,11 @@ def checked_url(url: str) -> str:
         raise SpecError(
             f"{url!r} is not the URL of a server.",
             hint="It looks like http://127.0.0.1:8080.",
+        )
+    if parsed.userinfo:
+        raise SpecError(
+            f"The URL of {parsed.host} has a name or a password in it, which no server asks for.",
+            hint="Who may do what is said by certificates and tokens: --certs.",
         )
     return url.rstrip("/")
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from starlette.applications import Starlette
 from starlette.convertors import IntegerConvertor, register_url_convertor
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diloco_cli.errors import StoreError, WireError
@@ -59,16 +57,51 @@ def make_app(
         Route(call.path, _endpoint(routes, call, access, quota), methods=[call.method])
         for call in CALLS
     ]
-
-    async def in_words(request: Request, error: Exception) -> Response:
-        return answer_error(error)
-
     return Guarded(
-        Starlette(routes=table, exception_handlers={HTTPException: in_words}),
+        Table(table),
         coordinator,
         Audit(events.with_name("audit.jsonl")),
         access,
     )
+
+
+class Table:
+    """Finds the call of a request and sends its answer.
+
+    Starlette's own application does that in nine layers, each around every message. They
+    cost more than many an answer, and what they catch is caught in the endpoints.
+    """
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self.routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._answer(scope, receive, send)
+        await response(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> Response:
+        allowed: set[str] = set()
+        for route in self.routes:
+            match, found = route.matches(scope)
+            if match == Match.FULL:
+                scope.update(found)
+                return await route.endpoint(Request(scope, receive, send))
+            if match == Match.PARTIAL:
+                allowed |= route.methods or set()
+        if allowed:
+            return answer_error(_not_allowed(scope["method"], allowed))
+        return answer_error(
+            Denied("not-found", f"There is no call at {scope['path']:.80}.", LISTED)
+        )
+
+
+LISTED = "GET /openapi.json lists the calls."
+
+
+def _not_allowed(method: str, allowed: set[str]) -> Denied:
+    may = ", ".join(sorted(allowed))
+    said = f"{method:.20} is not for this path, which takes {may}."
+    return Denied("not-allowed", said, LISTED, headers={"allow": may})
 
 
 def _endpoint(
@@ -175,10 +208,6 @@ def _denied(error: Exception) -> Denied:
         return closing()
     if isinstance(error, WireError):
         return Denied("bad-request", error.message, error.hint)
-    if isinstance(error, HTTPException):
-        code = "not-allowed" if error.status_code == 405 else "not-found"
-        hint, headers = "GET /openapi.json lists the calls.", dict(error.headers or {})
-        return Denied(code, f"{error.detail}.", hint, headers=headers)
     traceback.print_exception(error, file=sys.stderr)
     return Denied("failed", f"{type(error).__name__}: {error}", "See the server's log.")
 

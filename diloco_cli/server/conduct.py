@@ -317,10 +317,11 @@ class Conductor:
         state, slot = self.state, self.state.ledger.slots[fragment]
         recipe, store = state.recipe, state.store
         about, old = recipe.layout.fragments[fragment], state.weights.newest[fragment]
-        known = {each.digest: state.squares.pop(each.digest, None) for each in receipts}
+        known = [state.seen.pop(each.digest, None) for each in receipts]
+        seen = {each.digest: found for each, found in zip(receipts, known, strict=True) if found}
         drain = slot.drain
         return await self._in_thread(
-            lambda: next_version(recipe, store, old, about, receipts, drain=drain, squares=known)
+            lambda: next_version(recipe, store, old, about, receipts, drain=drain, seen=seen)
         )
 
     def _drop(self, fragment: int, spoiled: Spoiled) -> list[str]:

@@ -25,6 +25,11 @@ class Draft:
         with disk_errors(path):
             self._handle = os.open(path, os.O_RDWR | os.O_CREAT | new, 0o600)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was kept or given up."""
+        return self._handle < 0
+
     def write(self, data: bytes | memoryview) -> None:
         with disk_errors(self.path):
             write_all(self._handle, data)

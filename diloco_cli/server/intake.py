@@ -4,34 +4,33 @@
              (whole, or in parts)
 
 Whatever can be refused without reading is refused before; whatever can be refused
-without decompressing, before that. Numbers are decoded for one contribution at a time,
-so memory does not grow with the number of regions that send at once.
+without decompressing, before that. Room on the disk is asked for with the first bytes.
+Numbers are decoded for two contributions at a time, so memory does not grow with the number
+of regions that send at once. A small body goes to a thread twice, to be written and opened
+and to be looked at and kept: going there and back costs as much as a tenth of a megabyte.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
-
-import numpy as np
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from diloco_cli.core import rounds
-from diloco_cli.core.fragments import Fragment
-from diloco_cli.core.guard import LARGEST, NOT_FINITE, Norms, inspect, unusual
+from diloco_cli.core.guard import Norms
 from diloco_cli.core.rounds import Accept, Receipt
 from diloco_cli.errors import WireError
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.denied import Denied
+from diloco_cli.server.examine import examine, misaddressed
+from diloco_cli.server.merging import Seen
 from diloco_cli.server.parts import Address, Gathering, Part, Parts, Range
-from diloco_cli.server.receiving import AGAIN, batches, too_large
-from diloco_cli.server.recipe import Recipe
-from diloco_cli.server.store import Draft
-from diloco_cli.wire.codec import NotFinite
-from diloco_cli.wire.fold import edges_of
+from diloco_cli.server.receiving import AGAIN, Batch, batches, too_large
+from diloco_cli.server.store import Draft, Store
 from diloco_cli.wire.frame import Frame, most_bytes, open_frame
 
 MOST_UPLOADS = 64
@@ -44,9 +43,13 @@ a refused one has sent its bytes for nothing, and sends them again."""
 SILENCE_SECONDS = 60.0
 """An upload that sends nothing for so long is given up."""
 
-GENEROSITY = 8
-"""Times the tokens of a step in the server's spec that a region may claim: it may train
-with larger batches than the server knows of. In a round they count no more than those."""
+THREADS, LOOKS = 4, 2
+"""Uploads that wait for the disk at the same time; those of them that are looked at and kept,
+so that bodies can be written meanwhile."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Intake:
@@ -58,7 +61,8 @@ class Intake:
         self._locks: dict[str, asyncio.Lock] = {}
         self._parts = Parts(coordinator.state.store)
         self._deciding: dict[tuple[str, int, str], asyncio.Task[rounds.Answer]] = {}
-        self._checks = ThreadPoolExecutor(1, "check")
+        self._threads = ThreadPoolExecutor(THREADS, "upload")
+        self._looking = asyncio.Semaphore(LOOKS)
 
     async def take(
         self, address: Address, body: AsyncIterator[bytes], *, length: int | None
@@ -67,17 +71,41 @@ class Intake:
         limit = self._limit(address)
         with self._under_way(address, length, limit, length or limit):
             # What others have been promised is not there for us.
-            draft = await asyncio.to_thread(self._state.store.draft_payload, self._bytes)
+            upload = _Upload(self._state.store, self._bytes)
             try:
+                waiting: Batch = []
                 async for batch in batches(body, limit, SILENCE_SECONDS):
-                    await asyncio.to_thread(draft.write_pieces, batch)
-                if length is not None and draft.size != length:
-                    raise Denied("damaged", f"{draft.size} of {length} bytes arrived.", AGAIN)
-                answer = await self._decide(address, draft)
+                    if waiting:
+                        await self._in_thread(upload.write, waiting)
+                    waiting = batch
+                frame = await self._in_thread(self._arrived, address, upload, waiting, length)
+                answer = await self._decide(address, upload.draft, frame)
                 await self._parts.forget(address)
                 return answer
             finally:
-                await asyncio.to_thread(draft.discard)
+                if upload.begun and not upload.draft.closed:
+                    await self._in_thread(upload.draft.discard)
+
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+        """Works in a thread. Whoever is called off meanwhile waits, for a thread cannot be."""
+        loop, bound = asyncio.get_running_loop(), partial(work, *args, **more)
+        under_way = loop.run_in_executor(self._threads, bound)
+        try:
+            return await asyncio.shield(under_way)
+        except asyncio.CancelledError:
+            while not under_way.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([under_way])
+            raise
+        finally:
+            del under_way  # An error that knew where it is kept would keep the body, too.
+
+    def _arrived(self, address: Address, upload: _Upload, last: Batch, length: int | None) -> Frame:
+        """Writes what came last and opens the frame."""
+        upload.write(last)
+        if length is not None and upload.draft.size != length:
+            raise Denied("damaged", f"{upload.draft.size} of {length} bytes arrived.", AGAIN)
+        return self._open(address, upload.draft)
 
     async def take_part(
         self, address: Address, part: Part, body: AsyncIterator[bytes]
@@ -119,9 +147,10 @@ class Intake:
     async def _decide_parts(self, address: Address, found: Gathering) -> rounds.Answer:
         draft = await self._parts.at_rest(found)
         try:
-            return await self._decide(address, draft)
+            frame = await self._in_thread(self._open, address, draft)
+            return await self._decide(address, draft, frame)
         finally:
-            await asyncio.to_thread(draft.discard)
+            await self._in_thread(draft.discard)
 
     async def _without_parts(self, address: Address, frame: str) -> rounds.Answer:
         known = self._recorded(address, frame)
@@ -164,33 +193,42 @@ class Intake:
         finally:
             self._uploads, self._bytes = self._uploads - 1, self._bytes - size
 
-    async def _decide(self, address: Address, draft: Draft) -> rounds.Answer:
-        state, loop = self._state, asyncio.get_running_loop()
-        fragment = state.recipe.layout.fragments[address.fragment]
-        frame = await loop.run_in_executor(self._checks, self._open, address, draft)
+    async def _decide(self, address: Address, draft: Draft, frame: Frame) -> rounds.Answer:
+        state = self._state
         receipt, totals = _receipt(address, frame), dict(frame.header.totals)
         async with self._alone(receipt.digest):
             try:
-                unfit, squares = None, None
+                unfit, seen = None, None
                 # If it would not be accepted, nothing comes between this look and the decision:
                 # what stood in its way may be gone soon, and nothing is accepted unseen.
                 if self._would_accept(receipt, address.epoch):
-                    norms = state.ledger.slots[fragment.number].norms
-                    unfit, squares = await loop.run_in_executor(
-                        self._checks, examine, frame, fragment, norms, state.recipe
-                    )
-                    if unfit is None:
-                        await asyncio.to_thread(state.store.keep_payload, receipt.digest, draft)
-                length = math.sqrt(float(squares.sum())) if squares is not None else 0.0
-                if squares is not None and unfit is None:
-                    state.squares[receipt.digest] = squares
+                    norms = state.ledger.slots[address.fragment].norms
+                    async with self._looking:
+                        unfit, seen = await self._in_thread(self._look, frame, norms, draft)
+                if seen is not None:
+                    state.seen[receipt.digest] = seen
                 return await self._coordinator.submit(
-                    receipt, epoch=address.epoch, unfit=unfit, norm=length, totals=totals
+                    receipt,
+                    epoch=address.epoch,
+                    unfit=unfit,
+                    norm=seen.length if seen else 0.0,
+                    totals=totals,
                 )
             finally:
                 if not self._coordinator.wanted(receipt.digest):
-                    state.squares.pop(receipt.digest, None)
-                    await asyncio.to_thread(state.store.drop_payloads, [receipt.digest])
+                    state.seen.pop(receipt.digest, None)
+                    await self._in_thread(state.store.drop_payloads, [receipt.digest])
+
+    def _look(self, frame: Frame, norms: Norms, draft: Draft) -> tuple[str | None, Seen | None]:
+        """Looks at every number, and keeps a frame in which nothing is wrong."""
+        state = self._state
+        fragment = state.recipe.layout.fragments[frame.header.fragment]
+        unfit, squares = examine(frame, fragment, norms, state.recipe)
+        if unfit is not None:
+            return unfit, None
+        assert squares is not None
+        state.store.keep_payload(frame.digest, draft)
+        return None, Seen(squares, frame.outline)
 
     @asynccontextmanager
     async def _alone(self, digest: str) -> AsyncIterator[None]:
@@ -225,6 +263,19 @@ class Intake:
         return isinstance(answer, Accept)
 
 
+class _Upload:
+    """A body on its way to a draft, which begins with its first bytes."""
+
+    def __init__(self, store: Store, room: int) -> None:
+        self._begin = lambda: store.draft_payload(room)
+        self.begun = False
+
+    def write(self, batch: Batch) -> None:
+        if not self.begun:
+            self.draft, self.begun = self._begin(), True
+        self.draft.write_pieces(batch)
+
+
 def _receipt(address: Address, frame: Frame) -> Receipt:
     header = frame.header
     return Receipt(
@@ -238,72 +289,6 @@ def _receipt(address: Address, frame: Frame) -> Receipt:
         steps=header.steps,
         bytes=frame.data.nbytes,
     )
-
-
-def misaddressed(frame: Frame, address: Address, recipe: Recipe, run: str) -> str | None:
-    """Says in what a frame is not what its URL, or this run, says it is."""
-    header = frame.header
-    size = recipe.sizes[address.fragment]
-    for what, found, expected in (
-        ("kind", header.kind, "contribution"),
-        ("run", header.run, run),
-        ("layout", header.layout, recipe.layout.digest),
-        ("region", header.region, address.region),
-        ("fragment", header.fragment, address.fragment),
-        ("size", header.size, size),
-        ("base", header.base, address.base),
-        ("clock", header.clock, address.clock),
-        ("codec", frame.codec, recipe.up),
-        ("parts", header.parts, 1),
-    ):
-        if found != expected:
-            return f"the frame's {what} is {found!s:.80}, expected was {expected!s:.80}"
-    return None
-
-
-def examine(
-    frame: Frame, fragment: Fragment, norms: Norms, recipe: Recipe
-) -> tuple[str | None, np.ndarray | None]:
-    """Decodes a contribution: says why it must not be merged, or None; and its pieces' squares.
-
-    Where it goes without, the values are not even laid out.
-    """
-    if why := _dishonest(frame, recipe):
-        return why, None
-    bounds = {"steps": frame.header.steps, "limit": recipe.spec.server.guard.norm}
-    try:
-        squares = frame.squares(edges_of(fragment))
-        length = math.sqrt(float(squares.sum()))
-        if not length <= LARGEST:  # One of its values may be as large: it gets a closer look.
-            return inspect(frame.values(), fragment, norms, **bounds), squares
-    except NotFinite as error:
-        where = _tensor_at(fragment, error.index)
-        return f"{where} has the value {error.value}, which is {NOT_FINITE}", None
-    except WireError as error:
-        return error.message, None
-    return unusual(length, norms, **bounds), squares
-
-
-def _dishonest(frame: Frame, recipe: Recipe) -> str | None:
-    """Says what is impossible about the work a contribution claims to contain."""
-    header = frame.header
-    if header.steps < 1 or header.tokens <= 0:
-        return f"it claims {header.tokens:g} tokens in {header.steps:g} steps"
-    inner = recipe.spec.inner_of(header.region)
-    most = GENEROSITY * inner.batch * inner.sequence
-    if header.tokens > most * header.steps:
-        return (
-            f"it claims {header.tokens:g} tokens in {header.steps:g} steps, but the server's spec "
-            f"gives a step of {header.region} {inner.batch * inner.sequence}"
-        )
-    return None
-
-
-def _tensor_at(fragment: Fragment, index: int) -> str:
-    for piece in fragment.pieces:
-        if piece.offset <= index < piece.offset + piece.size:
-            return f"{piece.tensor} (rows {piece.start}:{piece.stop})"
-    return f"value {index}"
 
 
 _MISMATCH = "Server and worker disagree about what is sent; compare specs and `diloco --version`."

@@ -30,7 +30,7 @@ from diloco_cli.server.store import FragmentState, PayloadLost, Store
 from diloco_cli.wire.chunks import CHUNK, span_of, spread
 from diloco_cli.wire.codec import NotFinite, codecs
 from diloco_cli.wire.fold import edges_of
-from diloco_cli.wire.frame import Frame, Header, open_frame, seal
+from diloco_cli.wire.frame import Frame, Header, Outline, open_frame, seal
 from diloco_cli.wire.fuse import Diverged, MemberUnfit, Method, fuse
 
 
@@ -44,6 +44,20 @@ class Version:
     """Of the published vector."""
     merged: Mapping[str, str]
     members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was found out about a contribution when it came in."""
+
+    squares: np.ndarray
+    """The squared length of every piece."""
+    outline: Outline
+    """Of its frame, which was hashed then."""
+
+    @property
+    def length(self) -> float:
+        return math.sqrt(float(self.squares.sum()))
 
 
 @dataclass(frozen=True)
@@ -72,12 +86,13 @@ def next_version(
     receipts: Sequence[Receipt],
     *,
     drain: bool,
-    squares: Mapping[str, np.ndarray | None] | None = None,
+    seen: Mapping[str, Seen] | None = None,
 ) -> tuple[Version, bytes] | Spoiled:
     """Computes the next version and its delta frame, or says who must leave the round first.
 
-    `squares` may hold what was found out about a payload's pieces when it came in.
+    `seen` may hold what was found out about payloads, by digest.
     """
+    seen = seen or {}
     receipts = sorted(receipts, key=lambda receipt: receipt.region)
     regions = tuple(receipt.region for receipt in receipts)
     method = Method(
@@ -90,8 +105,8 @@ def next_version(
     state = old.state
     before = (state.theta, state.momentum, state.published)
     try:
-        members = _opened(recipe, store, fragment, receipts)
-        known = _lengths_known(recipe, fragment, receipts, members, squares or {})
+        members = _opened(recipe, store, fragment, receipts, seen)
+        known = _lengths_known(recipe, fragment, receipts, members, seen)
         made = fuse(method, fragment, members, before, known)
     except _Unusable as error:
         return error.spoiled
@@ -108,21 +123,31 @@ def next_version(
 
 
 def _opened(
-    recipe: Recipe, store: Store, fragment: Fragment, receipts: Sequence[Receipt]
+    recipe: Recipe,
+    store: Store,
+    fragment: Fragment,
+    receipts: Sequence[Receipt],
+    seen: Mapping[str, Seen],
 ) -> list[tuple[float, Frame]]:
     """Gives each member's weight and frame; the frames' numbers stay where they are."""
 
     def one(number: int) -> tuple[float, Frame]:
         receipt = receipts[number]
+        known = seen.get(receipt.digest)
         try:
-            frame = open_frame(store.payload(receipt.digest), size=fragment.size)
+            # Read from the disk again all the same: after a crash it would have to be.
+            data = store.payload(receipt.digest)
+            if known:
+                return recipe.weight(receipt), known.outline.opened(data)
+            frame = open_frame(data, size=fragment.size)
             if frame.digest != receipt.digest:
                 raise WireError(f"the payload is frame {frame.digest[:12]}")
             return recipe.weight(receipt), frame
         except (PayloadLost, WireError, ValueError) as error:
             raise _Unusable(_unfit(receipt, error)) from error
 
-    return list(spread(one, len(receipts)))
+    unseen = any(receipt.digest not in seen for receipt in receipts)
+    return list(spread(one, len(receipts), None if unseen else 1))
 
 
 def _lengths_known(
@@ -130,14 +155,14 @@ def _lengths_known(
     fragment: Fragment,
     receipts: Sequence[Receipt],
     members: Sequence[tuple[float, Frame]],
-    known: Mapping[str, np.ndarray | None],
+    seen: Mapping[str, Seen],
 ) -> list[np.ndarray]:
     """The squares of each member's pieces; raises for a member too long to be honest."""
     edges, found = edges_of(fragment), []
     for receipt, (_, frame) in zip(receipts, members, strict=True):
-        squares = known.get(receipt.digest)
+        known = seen.get(receipt.digest)
         try:
-            found.append(frame.squares(edges) if squares is None else squares)
+            found.append(known.squares if known else frame.squares(edges))
         except WireError as error:
             raise _Unusable(_unfit(receipt, error)) from error
     lengths = [math.sqrt(float(squares.sum())) for squares in found]

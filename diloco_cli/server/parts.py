@@ -96,6 +96,7 @@ class Parts:
     def __init__(self, store: Store) -> None:
         self._shelf = Shelf(store)
         self._gathering: dict[tuple[str, int], Gathering] = {}
+        self._going: set[asyncio.Task[None]] = set()
         for listed, draft in self._shelf.load():
             key, had = (listed.region, listed.fragment), self._gathering
             if older := had.get(key):
@@ -159,8 +160,17 @@ class Parts:
         draft = self._shelf.begin(address, part.frame, part.size, promised=missing)
         begun = self._gathering[key] = Gathering(address, part.frame, part.size, draft)
         if found:
-            await self._discard(found)
+            # A long file takes a tenth of the time to remove that it took to arrive.
+            found.over = True
+            going = asyncio.create_task(self._discard(found))
+            self._going.add(going)
+            going.add_done_callback(self._gone)
         return begun
+
+    def _gone(self, going: asyncio.Task[None]) -> None:
+        self._going.discard(going)
+        if not going.cancelled():
+            going.exception()  # What could not be removed is, when the server starts again.
 
     async def forget(self, address: Address) -> None:
         """Drops what is there of a frame that is decided, or of an older one."""

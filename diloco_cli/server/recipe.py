@@ -32,6 +32,12 @@ class Recipe:
     def sizes(self) -> list[int]:
         return [fragment.size for fragment in self.layout.fragments]
 
+    @cached_property
+    def step_tokens(self) -> dict[str, int]:
+        """Tokens that a step of each region has."""
+        inner = {region.name: self.spec.inner_of(region.name) for region in self.spec.regions}
+        return {name: each.batch * each.sequence for name, each in inner.items()}
+
     @property
     def steps_cap(self) -> float:
         """Steps beyond which a contribution counts no more."""
@@ -43,6 +49,5 @@ class Recipe:
         Never for larger batches than this spec gives its region: weight grows with their
         square, and nobody is to outvote the others by a claim.
         """
-        inner = self.spec.inner_of(receipt.region)
-        tokens = min(receipt.tokens, receipt.steps * inner.batch * inner.sequence)
+        tokens = min(receipt.tokens, receipt.steps * self.step_tokens[receipt.region])
         return weight(tokens, receipt.steps, steps_cap=self.steps_cap)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from diloco_cli.server.denied import Denied
+from diloco_cli.server.reading import Reading, Ready
 from diloco_cli.server.weights import Model, Resource
 
 FOREVER = "public, max-age=31536000, immutable"
-AT_A_TIME = 2
-"""Pieces read ahead: going to a thread and back costs a tenth of reading a megabyte."""
+MEDIA = "application/octet-stream"
+
+SHORT_BYTES = 2 << 20
+"""Up to this nobody looks whether the client is still there: it is read before one could know."""
 
 # As long as any file; a number of thousands of digits is not worth reading.
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
@@ -42,31 +45,55 @@ def send(
         status = 206
         headers["content-range"] = f"bytes {start}-{stop - 1}/{resource.size}"
     headers["content-length"] = str(stop - start)
-    media = "application/octet-stream"
     if request.method == "HEAD":
-        return Response(status_code=status, headers=headers, media_type=media)
-    body = _counted(resource.read(start, stop), stop - start, sent)
-    return StreamingResponse(body, status, headers, media)
+        return Response(status_code=status, headers=headers, media_type=MEDIA)
+    return Stretch(resource.read(start, stop), stop - start, sent, status, headers)
 
 
-async def _counted(
-    pieces: Iterator[bytes], left: int, sent: Callable[[int], None]
-) -> AsyncIterator[bytes]:
-    """Gives `left` bytes; while some are sent, the next are read."""
+class Stretch(Response):
+    """Bytes of a resource as an answer, as fast as its client takes them.
 
-    def read() -> list[bytes]:
-        return list(islice(pieces, AT_A_TIME))
+    A long one is sent beside a task that hears when the client leaves: the server below us
+    takes whatever is sent to nobody, and would let us read all of it.
+    """
 
-    ahead = asyncio.ensure_future(asyncio.to_thread(read))
-    while taken := await ahead:
-        left -= sum(map(len, taken))
-        if left > 0:
-            ahead = asyncio.ensure_future(asyncio.to_thread(read))
-        for piece in taken:
-            sent(len(piece))
-            yield piece
-        if left <= 0:
-            return
+    def __init__(
+        self,
+        pieces: Reading | Ready,
+        length: int,
+        sent: Callable[[int], None],
+        status: int,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(None, status, headers, MEDIA)
+        self._pieces, self._left, self._sent = pieces, length, sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        about = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **about})
+        leaving = asyncio.create_task(_left(receive)) if self._left > SHORT_BYTES else None
+        try:
+            while not (leaving and leaving.done()):
+                piece = self._pieces.at_once()
+                if piece is None:
+                    piece = await asyncio.to_thread(self._pieces.next)
+                self._left = self._left - len(piece) if piece else 0
+                more = self._left > 0
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+                self._sent(len(piece))
+                if not more:
+                    return
+                # Neither reading nor sending need have waited: now others have their turn.
+                await asyncio.sleep(0)
+        finally:
+            if leaving:
+                leaving.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    """Returns once the client has."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _asked(request: Request, resource: Resource | Model) -> tuple[int, int] | None:

@@ -15,14 +15,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
 from diloco_cli.core import pace, rounds
 from diloco_cli.core.ledger import Ledger, Slot
 from diloco_cli.core.rounds import Round
 from diloco_cli.failpoints import reach
 from diloco_cli.server.commit import Commit
 from diloco_cli.server.durable import DiskFull
+from diloco_cli.server.merging import Seen
 from diloco_cli.server.presence import Presences
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import Store
@@ -59,8 +58,8 @@ class State:
         self.served_before = tally.seconds
         self.presences = Presences(ledger.regions, self.spec.server.lease, now=now)
         self.averages = pace.Averages()
-        self.squares: dict[str, np.ndarray] = {}
-        """Of the pieces of payloads that wait, by digest: spares a merge the look for lengths."""
+        self.seen: dict[str, Seen] = {}
+        """What is known of payloads that wait, by digest: spares a merge another look."""
         self.rounds = [self._reopened(slot, now) for slot in ledger.slots]
         self.why = ["not called yet"] * len(ledger.slots)
         """What each fragment's round waits for."""

@@ -228,10 +228,11 @@ class FolderStore(Archive):
             ".delta": min(least, base),
             ".state": min(least, base - 1),
         }
-        for path in (self.folder / "fragments" / str(fragment)).glob("v*.*"):
-            gone = oldest.get(path.suffix, least)
-            if int(path.name[1:].partition(".")[0]) <= gone:
-                path.unlink(missing_ok=True)
+        folder = self.folder / "fragments" / str(fragment)
+        for name in os.listdir(folder):  # Some fifty, after every version: no paths of them.
+            number, ending = name[1:].partition(".")[0], name[name.rfind(".") :]
+            if name[:1] == "v" and int(number) <= oldest.get(ending, least):
+                (folder / name).unlink(missing_ok=True)
                 reach("versions.pruned")
 
     def is_long(self) -> bool:

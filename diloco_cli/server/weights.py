@@ -23,16 +23,13 @@ from diloco_cli.core.fragments import Layout, Piece
 from diloco_cli.errors import StoreError
 from diloco_cli.server.durable import disk_errors
 from diloco_cli.server.merging import Version, frame_header
+from diloco_cli.server.reading import PIECE_BYTES, Reading, Ready
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import Store
 from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import pack
 from diloco_cli.wire.messages import Links, version_path
-
-PIECE_BYTES = 1 << 19
-"""Bytes read and sent at a time. As long as this, memory is used again; a megabyte comes fresh
-from the system each time (`memory`), which costs more than reading it."""
 
 WORTH_BYTES = 1 << 16
 """Whoever is told that the whole is shorter asks once more: no gain if it is by less."""
@@ -50,19 +47,9 @@ class Resource:
     def size(self) -> int:
         return sum(length for _, length in self.files)
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-        """Yields the bytes from `start` to `stop`, a piece at a time."""
-        left = (self.size if stop is None else stop) - start
-        for path, length in self.files:
-            if start >= length:
-                start -= length
-                continue
-            with open(path, "rb") as file:
-                file.seek(start)
-                while left > 0 and (piece := file.read(min(PIECE_BYTES, left))):
-                    left -= len(piece)
-                    yield piece
-            start = 0
+    def read(self, start: int = 0, stop: int | None = None) -> Reading:
+        """Gives the bytes from `start` to `stop`, a piece at a time."""
+        return Reading(self.files, start, self.size if stop is None else stop)
 
 
 class Weights:
@@ -207,9 +194,12 @@ class Model:
         named = hashlib.sha256(self._head + "".join(digests).encode())
         self.etag = f'"{named.hexdigest()[:32]}"'
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-        """Yields the file from `start` to `stop`, a piece at a time."""
-        at, stop = 0, self.size if stop is None else stop
+    def read(self, start: int = 0, stop: int | None = None) -> Ready:
+        """Gives the file from `start` to `stop`, a piece at a time."""
+        return Ready(self._pieces(start, self.size if stop is None else stop))
+
+    def _pieces(self, start: int, stop: int) -> Iterator[bytes]:
+        at = 0
         for data in self._stretches():
             first, last = max(start - at, 0), min(stop - at, data.nbytes)
             for place in range(first, last, PIECE_BYTES):

@@ -26,6 +26,10 @@ CHUNK = 1 << 20
 
 MOST_WINDOW_BYTES = 8 << 20
 
+FEW = 4
+"""Chunks of one frame for which nobody wakes helpers: they would save some milliseconds by the
+clock, if a core is idle at all, and cost a tenth more processor time, which training loses."""
+
 T = TypeVar("T")
 
 
@@ -105,6 +109,14 @@ def add_into(codec: Codec, body: Body, sums: np.ndarray, weight: float) -> None:
         sums += np.multiply(codec.decode(body, sums.size), weight, dtype=sums.dtype)
 
 
+def plus_into(codec: Codec, body: Body, base: np.ndarray, sums: np.ndarray) -> None:
+    """Fills the sums with base + a chunk's values, all of them float32."""
+    if isinstance(codec, InPlace):
+        codec.plus(raw(body, codec.body_size(sums.size)), base, sums)
+    else:
+        np.add(base, codec.decode(body, sums.size), out=sums)
+
+
 def spread(work: Callable[[int], T], count: int, threads: int | None = None) -> Iterator[T]:
     """Does work(0) … work(count − 1) on several threads; yields the results in order.
 
@@ -130,6 +142,11 @@ def in_chunks(
             raise NotFinite(error.value, span.start + error.index) from None
 
     return spread(one, -(-size // CHUNK), threads)
+
+
+def hands(size: int, threads: int | None) -> int | None:
+    """How many threads work on one frame of `size` values, unless told otherwise."""
+    return 1 if threads is None and size <= FEW * CHUNK else threads
 
 
 def cores() -> int:

@@ -87,6 +87,14 @@ class InPlace:
         else:
             sum_kernels.add_scaled(values, sums, weight)
 
+    def plus(self, body: np.ndarray, base: np.ndarray, sums: np.ndarray) -> None:
+        """Fills the sums with base + decoded values, all of them float32, as numpy adds them.
+
+        After a WireError the sums are worthless.
+        """
+        self.read(body, sums)
+        np.add(base, sums, out=sums)
+
     def encode(self, values: np.ndarray) -> bytes:
         source = vector(values)
         body = np.empty(self.body_size(source.size), np.uint8)

@@ -27,7 +27,9 @@ from diloco_cli.wire.chunks import (
     CHUNK,
     MOST_WINDOW_BYTES,
     add_into,
+    hands,
     in_chunks,
+    plus_into,
     read_into,
     span_of,
     spread,
@@ -45,6 +47,7 @@ __all__ = [
     "CHUNK",
     "Frame",
     "Header",
+    "Outline",
     "most_bytes",
     "open_frame",
     "pack",
@@ -79,6 +82,11 @@ class Frame:
     """Bytes of each chunk's zstd frame."""
 
     codec: Codec = field(repr=False)
+
+    @property
+    def outline(self) -> Outline:
+        head = self.data.nbytes - DIGEST_BYTES - sum(self.lengths)
+        return Outline(self.header, self.digest, bytes(self.data[:head]), self.lengths, self.codec)
 
     def chunks(self) -> Iterator[np.ndarray]:
         """Yields the values, at most CHUNK of them at a time."""
@@ -124,11 +132,9 @@ class Frame:
         sums, digest = fresh(base.size), VectorHash(like=self.header.published)
 
         def add(place: int, span: slice) -> None:
-            values = tools.scratch("values", span.stop - span.start, np.float32)
-            self.read(place, values)
-            np.add(base[span], values, out=sums[span])
+            plus_into(self.codec, self.body(place), base[span], sums[span])
 
-        for place, _ in enumerate(in_chunks(add, sums.size, threads)):
+        for place, _ in enumerate(in_chunks(add, sums.size, hands(sums.size, threads))):
             digest.update(sums[span_of(place, sums.size)])  # While it is in the cache.
         return sums, digest.hexdigest()
 
@@ -173,6 +179,26 @@ class Frame:
         return self.data[start : start + self.lengths[place]]
 
 
+@dataclass(frozen=True)
+class Outline:
+    """All about a frame but its chunks: enough to open the same bytes again without hashing them.
+
+    Chunks have checksums of their own, which decompressing looks at.
+    """
+
+    header: Header
+    digest: str
+    head: bytes
+    lengths: tuple[int, ...]
+    codec: Codec
+
+    def opened(self, data: Body) -> Frame:
+        view = memoryview(data).cast("B")
+        if view[: len(self.head)] != self.head or view[-DIGEST_BYTES:].hex() != self.digest:
+            raise WireError("The frame does not begin or end as it did.", hint=DAMAGED)
+        return Frame(self.header, self.digest, view, self.lengths, self.codec)
+
+
 def _refuse_unfitting(sums: np.ndarray, size: int) -> None:
     sound = sums.dtype in (np.float64, np.float32) and sums.flags.c_contiguous
     if sums.shape != (size,) or not sound:
@@ -186,7 +212,7 @@ def pack(
 ) -> bytes:
     """Writes one frame; raises NotFinite where a value is NaN or infinite.
 
-    Chunks are encoded on all cores this process may use, or on `threads` of them; the
+    Many chunks are encoded on all cores this process may use, or on `threads` of them; the
     frame is the same.
     """
     source = vector(values)
@@ -194,6 +220,7 @@ def pack(
         raise ValueError(f"the header says {header.size} values, there are {source.size}")
     _check_level(level)
     codec = codecs.build(header.codec)
+    threads = hands(source.size, threads)
     chunks = in_chunks(lambda _, span: squeeze(codec, source[span], level), source.size, threads)
     return seal(header, list(chunks))
 

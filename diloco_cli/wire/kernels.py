@@ -272,6 +272,27 @@ def add_int4_single(body, sums, block, start, rows, weight):
     return WRONG_CODE if lowest == -8 else FINE
 
 
+@kernel(whole(Bytes, Floats, FloatsOut, whole, whole, whole))
+def plus_int4(body, base, sums, block, start, rows):
+    half = block // 2
+    lowest = np.int8(0)
+    for row in range(start, start + sums.size // block):
+        bits = _scale_bits(body, rows * half, row, rows)
+        if bits < SCALE_FLOOR or bits > MOST_INT4:
+            return row
+        scale = _float(bits << 16)
+        codes, at = body[row * half : (row + 1) * half].view(np.int8), (row - start) * block
+        known, first = base[at : at + half], sums[at : at + half]
+        for i in range(half):
+            lowest = min(lowest, _low(codes[i]))
+            first[i] = known[i] + np.float32(_low(codes[i])) * scale
+        known, second = base[at + half : at + block], sums[at + half : at + block]
+        for i in range(half):
+            lowest = min(lowest, _high(codes[i]))
+            second[i] = known[i] + np.float32(_high(codes[i])) * scale
+    return WRONG_CODE if lowest == -8 else FINE
+
+
 # sign: one bit for each value, set if it is negative; eighths of the block in turn
 
 

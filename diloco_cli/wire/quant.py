@@ -112,6 +112,16 @@ class Nibbles(InPlace):
             rest = self._rest(body, full, sums.size - full * block)
             sums[full * block :] += np.multiply(rest, weight, dtype=sums.dtype)
 
+    def plus(self, body: np.ndarray, base: np.ndarray, sums: np.ndarray) -> None:
+        kernels, block = _kernels(), self.block
+        full, rows = sums.size // block, -(-sums.size // block)
+        even = slice(0, full * block)
+        found = kernels.plus_int4(body, base[even], sums[even], block, 0, rows)
+        refuse_answer(found, body, rows * block // 2, code=-8)
+        if full < rows:
+            rest = self._rest(body, full, sums.size - full * block)
+            np.add(base[full * block :], rest, out=sums[full * block :])
+
     def squares(self, body: np.ndarray, size: int, edges: Sequence[int]) -> np.ndarray:
         """Sums the squares of decoded values between each edge and the next, in float64."""
         from diloco_cli.wire.merge_kernels import square_int4

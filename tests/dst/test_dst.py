@@ -16,7 +16,7 @@ from .silence import Silence
 
 RUNS = 24
 
-PATIENCE = 40
+PATIENCE = 60
 """Seeds within which each of these planted defects must show; `make dst` looks for all."""
 
 QUICK = (

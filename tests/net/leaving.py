@@ -18,14 +18,17 @@ Manner = Literal["finish", "drop"]
 
 
 class Leaving:
-    """Leaves once, on its first connection, after `after` bytes of a body in either direction."""
+    """Leaves once, on its first connection, after `after` bytes of a body in either direction.
 
-    def __init__(self, manner: Manner, body: bytes, after: int) -> None:
-        self.manner, self.body, self.after = manner, body, after
+    `said` is what it says its body's length is; below zero it says nothing, and no end follows.
+    """
+
+    def __init__(self, manner: Manner, body: bytes, after: int, said: int) -> None:
+        self.manner, self.body, self.after, self.said = manner, body, after, said
         self.connections = 0
         self.received: list[int] = []
         """Bytes of each request that was answered."""
-        self.left = threading.Event()
+        self.left, self.reset = threading.Event(), threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
@@ -67,9 +70,11 @@ class Leaving:
                 self._leave(line, event.stream_id)
         elif isinstance(event, h2.events.StreamEnded):
             self.received.append(got[event.stream_id])
-            length = ("content-length", str(len(self.body)))
-            line.send_headers(event.stream_id, [(":status", "200"), length])
+            length = [("content-length", str(self.said))] if self.said >= 0 else []
+            line.send_headers(event.stream_id, [(":status", "200"), *length])
             unsent[event.stream_id] = self.body
+        elif isinstance(event, h2.events.StreamReset):
+            self.reset.set()
 
     def _leave(self, line, stream: int) -> None:
         if not self.left.is_set():
@@ -90,14 +95,16 @@ class Leaving:
                     if self.manner == "drop" and self.connections == 1:
                         return
             unsent[stream] = body
-            if not body:
+            if not body and self.said >= 0:
                 line.end_stream(stream)
                 del unsent[stream]
 
 
 @contextmanager
-def leaving(manner: Manner, *, body: bytes = b"", after: int) -> Iterator[Leaving]:
-    server = Leaving(manner, body, after)
+def leaving(
+    manner: Manner, *, body: bytes = b"", after: int, said: int | None = None
+) -> Iterator[Leaving]:
+    server = Leaving(manner, body, after, len(body) if said is None else said)
     threading.Thread(target=server.serve, daemon=True).start()
     try:
         yield server

@@ -62,12 +62,13 @@ def test_downloads_arrive_whole(link, puppet):
 
 def test_downloads_can_be_had_as_they_arrive(puppet, patience):
     link = Link(puppet.url, bulk=True, stop=patience)
-    found = bytearray(len(BIG))
+    found, pieces = bytearray(len(BIG)), []
 
     def fill(response):
         at = 0
         for piece in response.extensions[ARRIVED]():
             assert isinstance(piece, memoryview)
+            pieces.append(len(piece))
             found[at : at + len(piece)] = piece
             at += len(piece)
         return at
@@ -76,6 +77,7 @@ def test_downloads_can_be_had_as_they_arrive(puppet, patience):
     puppet.will("GET /down", 200, BIG, {"content-length": str(len(BIG))})
     assert link.call("GET", "/down", fill) == len(BIG)
     assert found == BIG and len(patience.pauses) == 1
+    assert max(pieces) < len(BIG)
     link.close()
 
 
@@ -136,10 +138,12 @@ def test_a_refusal_that_is_wanted_as_an_answer_is_handed_over(link, puppet):
 
 
 @pytest.mark.parametrize("cut", [0, 1000, 3_000_000])
-def test_a_body_that_breaks_off_is_fetched_again(link, puppet, cut):
-    sized = {"content-length": str(len(BIG))}
-    puppet.will("GET /cut", 200, BIG, sized, cut=cut).will("GET /cut", 200, BIG, sized)
-    assert link.call("GET", "/cut", everything) == BIG
+@pytest.mark.parametrize("size", [40_000, len(BIG)])
+def test_a_body_that_breaks_off_is_fetched_again(link, puppet, cut, size):
+    body, sized = BIG[:size], {"content-length": str(size)}
+    puppet.will("GET /cut", 200, body, sized, cut=min(cut, size - 1))
+    puppet.will("GET /cut", 200, body, sized)
+    assert link.call("GET", "/cut", everything) == body
     assert len(puppet.heard()) == 2
 
 
@@ -240,11 +244,12 @@ def test_a_server_that_was_restarted_is_found_again(restarted, patience, bulk, c
 
 @pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
 @pytest.mark.parametrize("manner", ["finish", "drop"])
-@pytest.mark.parametrize("direction", ["up", "down"])
+@pytest.mark.parametrize("direction", ["up", "down", "short"])
 def test_a_goodbye_in_mid_transfer_is_survived(patience, bulk, carrier, manner, direction):
     """A server that shuts down sends GOAWAY; what it no longer finishes is begun again."""
-    body = BIG if direction == "down" else b"fine"
-    with leaving(manner, body=body, after=1_000_000) as server:
+    body = {"up": b"fine", "down": BIG, "short": BIG[:40_000]}[direction]
+    after = 10_000 if direction == "short" else 1_000_000
+    with leaving(manner, body=body, after=after) as server:
         link = Link(server.url, bulk=bulk, carrier=carrier, stop=patience)
         for _ in range(2):
             sent = BIG if direction == "up" else None
@@ -253,6 +258,48 @@ def test_a_goodbye_in_mid_transfer_is_survived(patience, bulk, carrier, manner, 
         assert server.left.is_set() and server.connections >= 2
         assert server.received[-2:] == [len(BIG) if direction == "up" else 0] * 2
         assert len(patience.pauses) <= 2
+
+
+@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
+@pytest.mark.parametrize("said", [30_000, 100_000])
+def test_more_than_an_answer_said_it_has_is_not_taken(patience, bulk, carrier, said):
+    with leaving("finish", body=BIG[: said + 1], after=len(BIG), said=said) as server:
+        link = Link(server.url, bulk=bulk, carrier=carrier, stop=patience, retry=Retry(tries=2))
+        with pytest.raises(LinkError, match=r"The connection to .* broke"):
+            link.call("GET", "/x", everything)
+        link.close()
+
+
+@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
+def test_an_answer_that_never_ends_is_refused_at_its_limit(patience, bulk, carrier):
+    with leaving("finish", body=BIG[:500_000], after=len(BIG), said=-1) as server:
+        link = Link(server.url, bulk=bulk, carrier=carrier, stop=patience, retry=Retry(tries=1))
+        with pytest.raises(WireError, match="more than the 1000 bytes"):
+            link.call("GET", "/x", lambda response: read(link.url, response, 1000))
+        link.close()
+
+
+@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
+def test_what_nobody_reads_is_closed_all_the_same(patience, bulk, carrier):
+    with leaving("finish", body=BIG[:500_000], after=len(BIG), said=-1) as server:
+        link = Link(server.url, bulk=bulk, carrier=carrier, stop=patience)
+        response = link.call("GET", "/x", lambda response: response)
+        assert response.is_closed
+        # Before its time is up. httpx forgets the stream and tells nobody.
+        assert carrier == "httpx" or server.reset.wait(5)
+        link.close()
+
+
+def test_nobody_is_sent_elsewhere_or_given_something_to_keep(link, puppet):
+    kept = {"location": "/b", "set-cookie": "a=b"}
+    puppet.will("GET /a", 302, b"", kept).will("GET /a", 200, b"", kept).will("GET /a", 200)
+    with pytest.raises(LinkError, match="answered 302"):
+        link.call("GET", "/a", everything)
+    for _ in range(2):
+        link.call("GET", "/a", everything)
+    heard = puppet.heard()
+    assert [request["key"] for request in heard] == ["GET /a"] * 3
+    assert not any("cookie" in request["headers"] for request in heard)
 
 
 def test_pauses_double_up_to_a_limit_and_are_never_quite_the_same():
@@ -275,6 +322,18 @@ def test_what_is_no_url_of_a_server_is_a_usage_error(url):
     with pytest.raises(SpecError, match="is not the URL of a server"):
         checked_url(url)
     assert checked_url("http://a:1/") == "http://a:1"
+
+
+def test_a_url_with_a_password_is_refused_and_does_not_say_it():
+    with pytest.raises(SpecError, match="a name or a password in it") as refused:
+        checked_url("http://me:secret@agg.example:8443")
+    assert "secret" not in refused.value.message
+
+
+def test_a_link_that_was_closed_says_so(link, puppet):
+    link.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        link.call("GET", "/there", lambda response: None)
 
 
 def test_an_answer_longer_than_allowed_is_not_read_to_its_end(link, puppet):

@@ -348,17 +348,17 @@ async def test_too_many_uploads_at_once_are_told_to_wait(tmp_path, monkeypatch):
         monkeypatch.setattr(intake, "MOST_UPLOADS", 1)
         monkeypatch.setattr(intake, "SMALL_BYTES", 0)
         first, second = (bench.regions[name].frame(0) for name in ("paris", "tokyo"))
-        gate = asyncio.Event()
+        begun, gate = asyncio.Event(), asyncio.Event()
 
         async def slow() -> AsyncIterator[bytes]:
             yield first[:10]
+            begun.set()
             await gate.wait()
             yield first[10:]
 
         path = contribution_path(0, "paris", 0, 1)
         uploading = asyncio.create_task(put(client, slow(), path=path))
-        while not list((tmp_path / "server" / "payloads").iterdir()):
-            await asyncio.sleep(0)
+        await begun.wait()
         busy = await put(client, second)
         assert busy.status_code == 503 and busy.headers["retry-after"] == "2"
         # Many that are small together are no reason to wait.

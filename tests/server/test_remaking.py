@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from rig import Bench, in_a_loop, kill_server, make_recipe, make_spec, open_server, storing_all
+from safetensors.numpy import save_file
 
 from diloco_cli.core.ledger import Ledger, Made, Slot
 from diloco_cli.errors import StoreError
 from diloco_cli.server.replay import replay
 from diloco_cli.server.store import SOON_READ
+from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import open_frame
 
 
@@ -173,6 +175,24 @@ async def test_a_folder_of_the_older_form_is_gone_on_with(tmp_path):
     assert json.loads(path.read_text())["store"] == 3
     await bench.round(0)
     assert states(bench) == [0, 1, 2] and bench.versions[0] == 3
+
+
+@in_a_loop
+async def test_regions_hold_version_0_under_the_name_that_an_older_version_gave_it(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    older = bench.state.weights.newest[0].state
+    name = vector_digest(older.published, like="f" * 64)
+    kill_server(bench.server)
+    about = {"fragment": "0", "version": "0", "digest": older.digest_like("f" * 64)}
+    save_file(older.vectors, tmp_path / "server/fragments/0/v00000000.state", metadata=about)
+    bench.restart()
+    await bench.join()
+    assert (await bench.beat("paris", images={0: {"version": 0, "digest": name}})).mend == {}
+    other = {0: {"version": 0, "digest": "f" * 64}}
+    assert (await bench.beat("paris", images=other)).mend == {0: "f" * 64}
+    await bench.round(0)
+    assert len(bench.state.weights.newest[0].digest) == 32
 
 
 def test_a_snapshot_of_the_older_form_is_read():

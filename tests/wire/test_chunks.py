@@ -1,7 +1,10 @@
 """However many threads work on a frame, it is the same frame, and the same numbers."""
 
+import subprocess
+import sys
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from diloco_cli.errors import WireError
 from diloco_cli.wire import chunks
 from diloco_cli.wire.chunks import CHUNK, in_chunks, spread
 from diloco_cli.wire.codec import NotFinite, codecs
+from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import open_frame, pack
 
 every_codec = pytest.mark.parametrize("kind", codecs.kinds())
@@ -52,6 +56,44 @@ def test_accumulating_a_frame_is_adding_its_values(kind, threads, dtype, values)
     expected = sums + dtype(0.3) * frame.values().astype(dtype)
     frame.accumulate(sums, 0.3, threads=threads)
     np.testing.assert_array_equal(sums, expected)
+
+
+@every_codec
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_weights_after_a_delta_are_a_vector_of_their_own(kind, threads, values):
+    frame = open_frame(pack(header(SIZE, codec={"kind": kind}), values))
+    weights = noise(SIZE, seed=2)
+    before = weights.copy()
+    found, digest = frame.added_to(weights, threads=threads)
+    np.testing.assert_array_equal(found, before + frame.values())
+    np.testing.assert_array_equal(weights, before)
+    assert digest == vector_digest(found)
+
+
+HELPED = """
+import threading, numpy as np
+from forge import header
+from diloco_cli.wire.chunks import CHUNK, FEW
+from diloco_cli.wire.frame import open_frame, pack
+
+for size in (FEW * CHUNK, FEW * CHUNK + 1):
+    values = np.zeros(size, np.float32)
+    frame = open_frame(pack(header(size), values, **{packing}))
+    frame.added_to(values, **{adding})
+    print(any(thread.name.startswith("chunks") for thread in threading.enumerate()))
+"""
+
+
+@pytest.mark.skipif(chunks.cores() < 2, reason="there is nobody to help")
+@pytest.mark.parametrize("alone", ["pack", "added_to"])
+def test_helpers_are_not_woken_for_a_few_chunks(alone):
+    one, free = {"threads": 1}, {}
+    packing, adding = (free, one) if alone == "pack" else (one, free)
+    program = HELPED.format(packing=packing, adding=adding)
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    assert found.stdout.split() == ["False", "True"], found.stderr
 
 
 def test_sums_that_do_not_fit_are_a_callers_mistake():

@@ -85,6 +85,64 @@ def test_adding_a_body_is_adding_its_values(kind, size, dtype):
     np.testing.assert_array_equal(sums, expected)
 
 
+def bits(values: np.ndarray) -> bytes:
+    """What tells −0 from 0."""
+    return np.ascontiguousarray(values, np.float32).tobytes()
+
+
+def plus(codec, body: bytes | bytearray, base: np.ndarray) -> np.ndarray:
+    sums = np.full_like(base, np.nan)
+    codec.plus(np.frombuffer(bytes(body), np.uint8), base, sums)
+    return sums
+
+
+@compact
+@settings(deadline=None, max_examples=60)
+@given(values=arrays, data=st.data())
+def test_a_base_plus_a_body_has_the_bits_that_numpy_gives(codec, values, data):
+    base = data.draw(hnp.arrays(np.float32, values.size, elements=numbers | small))
+    made = codecs.build(codec)
+    body = made.encode(values)
+    with np.errstate(all="ignore"):
+        expected = np.add(base, made.decode(body, values.size))
+        assert bits(plus(made, body, base)) == bits(expected)
+
+
+@every_kind
+@pytest.mark.parametrize("size", [1, 8, 511, 512, 513, 5000, 70_001])
+def test_extreme_numbers_are_added_as_numpy_adds_them(kind, size):
+    values = np.resize(np.concatenate([EXTREMES, np.zeros(5, np.float32)]), size)
+    base = np.resize(np.roll(EXTREMES, 3), size)
+    codec = codecs.build({"kind": kind})
+    body = codec.encode(values)
+    with np.errstate(all="ignore"):
+        expected = np.add(base, codec.decode(body, size))
+        assert bits(plus(codec, body, base)) == bits(expected)
+
+
+@pytest.mark.parametrize("kind", ["int4", "uniform"])
+@pytest.mark.parametrize(
+    "place, byte, said",
+    [
+        (5, 0x08, "A code is -8"),
+        (5, 0x80, "A code is -8"),
+        (32 + 2, 0x08, "A code is -8"),
+        (-1, 0x80, "scale of block 2 is"),
+        (-2, 0x80, "scale of block 1 is"),
+        (-3, 0x00, "scale of block 0 is"),
+        (32 + 15, 0x10, "padding"),
+    ],
+)
+def test_nothing_is_added_of_a_body_that_no_encoder_writes(kind, place, byte, said):
+    codec = codecs.build({"kind": kind, "block": 32})
+    body = bytearray(codec.encode(np.ones(69, np.float32)))
+    body[place] = byte
+    with pytest.raises(WireError, match=said):
+        plus(codec, body, np.zeros(69, np.float32))
+    with pytest.raises(WireError, match=said):
+        codec.decode(bytes(body), 69)
+
+
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1000, 100_003])
 def test_squares_are_summed_in_64_lanes(size):
     values = np.random.default_rng(size).standard_normal(size, np.float32)

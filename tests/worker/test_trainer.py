@@ -15,7 +15,7 @@ from diloco_cli.core.delta import Work
 from diloco_cli.core.guard import Norms, inspect
 from diloco_cli.errors import StoreError
 from diloco_cli.observe.events import read_events
-from diloco_cli.server.intake import examine
+from diloco_cli.server.examine import examine
 from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.frame import open_frame, seal
 from diloco_cli.worker.mailbox import Identity

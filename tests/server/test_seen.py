@@ -1,0 +1,164 @@
+"""A frame that was checked as it came in is not hashed again for its merge, but read it is."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rig import in_a_loop
+from test_app import put, served
+
+from diloco_cli.server import archive, merging
+from diloco_cli.wire.frame import open_frame
+
+
+async def sent(bench: Any, client: Any) -> dict[str, str]:
+    """Everybody's answer to a call, over HTTP; digests by region."""
+    await bench.join()
+    await bench.call(0)
+    digests = {}
+    for name, region in bench.regions.items():
+        frame = region.frame(0)
+        assert (await put(client, frame)).status_code == 201
+        digests[name] = open_frame(frame).digest
+    return digests
+
+
+async def merge(bench: Any) -> None:
+    bench.server.tick()
+    await bench.server.settled()
+
+
+def payload(folder: Path, digest: str) -> Path:
+    return folder / "server" / "payloads" / f"{digest}.frame"
+
+
+@in_a_loop
+async def test_a_merge_does_not_hash_again_what_was_hashed(tmp_path, monkeypatch):
+    async with served(tmp_path) as (bench, client):
+        digests = await sent(bench, client)
+        assert set(bench.state.seen) == set(digests.values())
+        monkeypatch.setattr(merging, "open_frame", lambda *_, **__: pytest.fail("opened"))
+        await merge(bench)
+        members = bench.state.ledger.slots[0].members
+        assert bench.versions[0] == 1 and members == tuple(sorted(digests))
+        assert bench.state.seen == {}
+
+
+@in_a_loop
+async def test_the_bits_are_those_of_frames_that_are_opened_again(tmp_path):
+    states = []
+    for name in ("seen", "unseen"):
+        async with served(tmp_path / name) as (bench, client):
+            await sent(bench, client)
+            if name == "unseen":
+                bench.state.seen.clear()
+            await merge(bench)
+            states.append(bench.digests())
+    assert states[0] == states[1]
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def flipped(at: float) -> Callable[[Path], None]:
+    def flip(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[int(at * (len(data) - 1))] ^= 1
+        path.write_bytes(data)
+
+    return flip
+
+
+@in_a_loop
+@pytest.mark.parametrize(
+    "harm", [Path.unlink, cut, flipped(0.0), flipped(0.02), flipped(0.9), flipped(1.0)]
+)
+async def test_a_frame_whose_file_changed_goes_back_to_its_region(tmp_path, harm):
+    async with served(tmp_path) as (bench, client):
+        digests = await sent(bench, client)
+        harm(payload(tmp_path, digests["paris"]))
+        await merge(bench)
+        assert bench.state.ledger.slots[0].members == ("iowa", "tokyo")
+        fate = bench.server.news("paris").fates[0]
+        assert (fate.digest, fate.fate) == (digests["paris"], "returned")
+
+
+@in_a_loop
+async def test_what_is_refused_is_not_remembered(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        await bench.join()
+        await bench.call(0)
+        region = bench.regions["paris"]
+        assert (await put(client, region.frame(0, tokens=1e9))).status_code == 422
+        assert bench.state.seen == {} and bench.state.store.payloads() == set()
+
+
+@in_a_loop
+async def test_drafts_leave_nothing_open_or_behind(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        await sent(bench, client)
+        await merge(bench)
+        frame = bench.regions["paris"].frame(1)
+        damaged = frame[:-1] + bytes([frame[-1] ^ 1])
+        gc.collect()
+        gc.disable()  # What only the collector would close might stay open for long.
+        try:
+            await put(client, damaged, path="/v1/fragments/1/contributions/paris/0-2")
+            assert_nothing_open(tmp_path, collect=False)
+        finally:
+            gc.enable()
+
+
+@in_a_loop
+@pytest.mark.parametrize("times", [1, 2])
+async def test_an_upload_that_is_called_off_leaves_nothing(tmp_path, times, monkeypatch):
+    async with served(tmp_path) as (bench, client):
+        await bench.join()
+        await bench.call(0)
+        loop, begun, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        keep = bench.state.store.keep_payload
+
+        def slow(*about: Any) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+            keep(*about)
+
+        monkeypatch.setattr(bench.state.store, "keep_payload", slow)
+        uploading = asyncio.create_task(put(client, bench.regions["paris"].frame(0)))
+        await begun.wait()
+        for _ in range(times):
+            uploading.cancel()
+            await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.wait([uploading])
+        assert uploading.cancelled()
+        del uploading
+        assert bench.state.seen == {} and bench.state.store.payloads() == set()
+        assert_nothing_open(tmp_path)
+
+
+def assert_nothing_open(folder: Path, *, collect: bool = True) -> None:
+    if collect:  # An error of the test's own may know the body that it came from.
+        gc.collect()
+    payloads = str(folder / "server" / "payloads")
+    handles = {str(path.resolve()) for path in Path("/proc/self/fd").iterdir()}
+    assert not [name for name in handles if name.startswith(payloads)]
+    assert not list(Path(payloads).glob(".upload*"))
+
+
+@pytest.mark.parametrize("advice", [archive.POPULATE_READ, 9999])
+def test_a_file_is_mapped_whole_on_systems_that_know_how_and_on_others(
+    tmp_path, monkeypatch, advice
+):
+    monkeypatch.setattr(archive, "POPULATE_READ", advice)
+    for size in (0, 1, 3 << 18):
+        path = tmp_path / str(size)
+        path.write_bytes(os.urandom(size))
+        assert archive.mapped(path) == path.read_bytes()
