@@ -63,6 +63,8 @@ class Cost:
     """Of one region, a parameter; likewise down."""
     bytes_down: float
     rss_mb: float
+    stolen: float = 0.0
+    """Share of the cores' time that went to other guests of the same host."""
 
     @property
     def cpu_seconds(self) -> float:
@@ -86,7 +88,8 @@ def sync_figures(
         cost = measure(spec, parts.layout.size, rounds, warm)
         say(
             f"CPU {cost.cpu_seconds:.3f} s: server {cost.server_seconds:.3f}, "
-            f"regions {cost.region_seconds:.3f}; {cost.wall_seconds:.2f} s by the clock"
+            f"regions {cost.region_seconds:.3f}; {cost.wall_seconds:.2f} s by the clock, "
+            f"{cost.stolen:.1%} of the cores' time taken by other guests of this host"
         )
         figures += _figures(parameters, cost, bare_seconds(spec, parts))
         costs.append(cost)
@@ -180,7 +183,7 @@ def measure(spec: RunSpec, parameters: int, rounds: int, warm: int) -> Cost:
 
 
 def _cost(server: LocalProcess, pipes: list[Connection], parameters: int, rounds: int) -> Cost:
-    before, began = _cpu_seconds(server.pid), time.monotonic()
+    before, taken, began = _cpu_seconds(server.pid), _stolen_seconds(), time.monotonic()
     spent = _rounds(server, pipes, rounds)
     wall, after = time.monotonic() - began, _cpu_seconds(server.pid)
     values = rounds * len(pipes) * parameters
@@ -192,6 +195,7 @@ def _cost(server: LocalProcess, pipes: list[Connection], parameters: int, rounds
         bytes_up=sum(each.bytes_up for each in spent) / values,
         bytes_down=sum(each.bytes_down for each in spent) / values,
         rss_mb=_peak_mb(server.pid),
+        stolen=(_stolen_seconds() - taken) / wall / (os.cpu_count() or 1),
     )
 
 
@@ -252,6 +256,12 @@ def _cpu_seconds(pid: int) -> float:
     """What a process has used so far, all its threads together."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stolen_seconds() -> float:
+    """What the host gave to others while our cores had work; it makes the rest dearer, too."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return int(words[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def _peak_mb(pid: int) -> float:
