@@ -54,7 +54,9 @@ def wire(
 ) -> None:
     """Measure codecs and merge beside memcpy, zstd alone and plain numpy."""
     from diloco_cli.cli.bench_wire import wire_figures
+    from diloco_cli.worker.memory import keep_memory
 
+    keep_memory()  # Frames are packed by trainers, which do so too.
     show(wire_figures(tries=tries, file=file), format)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Generic, TypeVar
 
 import numpy as np
 import zstandard
@@ -120,13 +120,66 @@ def plus_into(codec: Codec, body: Body, base: np.ndarray, sums: np.ndarray) -> N
 def spread(work: Callable[[int], T], count: int, threads: int | None = None) -> Iterator[T]:
     """Does work(0) … work(count − 1) on several threads; yields the results in order.
 
-    What went wrong first in that order is what rises. Nothing is done for a caller who
-    does not ask for results.
+    The caller's thread is one of them. What went wrong first in that order is what rises, and
+    nothing is under way any more when it does. Nothing is done for a caller who does not ask
+    for results.
     """
     wanted = min(cores() if threads is None else threads, count)
-    if wanted <= 1 or tools.helping:  # A helper that waited for helpers might wait for ever.
+    if wanted <= 1 or tools.helping:  # Whoever helps already has no helpers of its own.
         return map(work, range(count))
-    return _helpers(wanted).map(work, range(count))
+    return _Shared(work, count).results(wanted - 1)
+
+
+class _Shared(Generic[T]):
+    """Work that several threads take from one pile.
+
+    A thread that sleeps until a result is there has to be woken for each, which takes longer
+    than a tenth of the work. So whoever waits for a result does what is left meanwhile.
+    """
+
+    def __init__(self, work: Callable[[int], T], count: int) -> None:
+        self._work, self._count = work, count
+        self._pile = iter(range(count))
+        self._done: dict[int, Future[T]] = {}
+
+    def results(self, helpers: int) -> Iterator[T]:
+        pool = _helpers(helpers)
+        helping = [pool.submit(self._help) for _ in range(helpers)]
+        try:
+            for place in range(self._count):
+                while place not in self._done and self._take():
+                    pass
+                if place not in self._done:  # The last ones are under way.
+                    _settle(helping)
+                yield self._done.pop(place).result()
+        finally:
+            self._pile = iter(())
+            _settle(helping)
+
+    def _help(self) -> None:
+        while self._take():
+            pass
+
+    def _take(self) -> bool:
+        """Does what comes next; says whether there was anything."""
+        place = next(self._pile, None)
+        if place is None:
+            return False
+        found: Future[T] = Future()
+        tools.helping, before = True, tools.helping
+        try:
+            found.set_result(self._work(place))
+        except BaseException as error:
+            found.set_exception(error)
+        finally:
+            tools.helping = before
+        self._done[place] = found
+        return True
+
+
+def _settle(helping: list[Future[None]]) -> None:
+    """Waits for helpers, but for those that others kept busy and that never came to help."""
+    wait([each for each in helping if not each.cancel()])
 
 
 def in_chunks(
@@ -161,10 +214,7 @@ _pools_lock = threading.Lock()
 
 
 def _helpers(count: int) -> ThreadPoolExecutor:
-    def start() -> None:
-        tools.helping = True
-
     with _pools_lock:
         if count not in _pools:
-            _pools[count] = ThreadPoolExecutor(count, "chunks", initializer=start)
+            _pools[count] = ThreadPoolExecutor(count, "chunks")
         return _pools[count]

@@ -12,7 +12,6 @@ everything that enters or leaves the device through this module is copied.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -212,24 +211,6 @@ def use_compile_cache(folder: Path | None = None) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
-
-
-def keep_memory() -> bool:
-    """Keeps freed buffers in the process; call it before JAX starts its threads.
-
-    By default glibc hands every large buffer back to the kernel, and each step fetches
-    its pages again: a step of the tiny model on one core took 1.5 times as long. Says
-    whether the C library understood.
-    """
-    arenas, mmap_from, trim_from = -8, -3, -1  # M_ARENA_MAX and so on, from malloc.h
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # Not glibc.
-        return False
-    # Threads other than the first use arenas of 64 MiB at most and map what is larger,
-    # whatever the threshold, so there must be one arena only.
-    wanted = [(arenas, 1), (mmap_from, 1 << 30), (trim_from, (1 << 31) - 1)]
-    return all([mallopt(key, value) == 1 for key, value in wanted])
 
 
 def limit_cores(cores: Sequence[int]) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from diloco_cli.core.fragments import Layout, cut
 from diloco_cli.spec.schema import InnerSpec, RunSpec
 from diloco_cli.worker.data import Stream, datasets, place_of
+from diloco_cli.worker.memory import keep_memory
 from diloco_cli.worker.models import Model, models
-from diloco_cli.worker.step import Step, keep_memory, limit_cores, make_step, use_compile_cache
+from diloco_cli.worker.step import Step, limit_cores, make_step, use_compile_cache
 
 
 @dataclass(frozen=True)

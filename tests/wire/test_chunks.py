@@ -134,6 +134,52 @@ def test_results_come_in_order_from_as_many_threads_as_asked():
     assert len({name for _, name in answers}) == 3
 
 
+def test_whoever_asks_takes_part():
+    me = threading.current_thread()
+    barrier = threading.Barrier(2, timeout=30)
+
+    def work(_: int) -> threading.Thread:
+        barrier.wait()  # Two are at work at once, so one of them is the caller.
+        return threading.current_thread()
+
+    assert me in list(spread(work, 2, threads=2))
+
+
+def test_nothing_is_under_way_when_a_failure_rises():
+    begun, go = threading.Event(), threading.Event()
+    over: list[int] = []
+
+    def work(place: int) -> None:
+        if place == 0:
+            assert begun.wait(30)
+            threading.Timer(0.05, go.set).start()
+            raise ValueError("place 0")
+        begun.set()
+        assert go.wait(30)
+        over.append(place)
+
+    with pytest.raises(ValueError, match="place 0"):
+        list(spread(work, 4, threads=2))
+    assert len(over) == 1  # What was begun is done, what was not is left.
+
+
+def test_helpers_that_others_keep_busy_are_not_waited_for():
+    busy, done = threading.Barrier(3, timeout=30), threading.Event()
+
+    def occupy(_: int) -> None:
+        busy.wait()  # Who asked for this, the one helper there is, and the test.
+        assert done.wait(30)
+
+    thread = threading.Thread(target=lambda: list(spread(occupy, 2, threads=2)), daemon=True)
+    thread.start()
+    busy.wait()
+    try:
+        assert list(spread(lambda place: place, 3, threads=2)) == [0, 1, 2]
+    finally:
+        done.set()
+        thread.join()
+
+
 def test_one_thread_or_one_chunk_needs_no_helper():
     me = threading.current_thread()
     assert set(spread(lambda _: threading.current_thread(), 3, threads=1)) == {me}

@@ -236,7 +236,7 @@ def test_cores_are_limited_to_those_that_exist():
 REUSE = """
 import resource, sys, threading
 import numpy as np
-from diloco_cli.worker.step import keep_memory
+from diloco_cli.worker.memory import keep_memory
 print(int(keep_memory()))
 def churn():
     for _ in range(20):
