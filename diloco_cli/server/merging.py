@@ -188,7 +188,10 @@ def _sample(frames: Sequence[Frame]) -> np.ndarray:
     values = np.empty(span.stop - span.start, np.float32)
     rows = np.empty((len(frames), min(values.size, SAMPLE)), np.float32)
     for number, frame in enumerate(frames):
-        frame.read(place, values)
+        try:
+            frame.read(place, values)
+        except WireError as error:
+            raise MemberUnfit(number, error) from error
         rows[number] = values[: rows.shape[1]]
     return rows
 

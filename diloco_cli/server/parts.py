@@ -4,10 +4,10 @@
     GET …/parts           which ranges of bytes are there
     PUT …                 with `diloco-parts` and no body: the frame is complete, decide
 
-A region has one draft for each fragment at most, never longer than the fragment's longest
-frame, so what the server keeps is bounded by the model and the regions. A part that is
-sent again changes nothing. Drafts end with the decision, with a newer frame, or when a day
-brought no more of them; they outlive the server (`shelf`).
+A region has one draft for each fragment, beside older ones that are being removed, none longer
+than the fragment's longest frame, so what the server keeps is bounded by the model and the
+regions. A part that is sent again changes nothing. Drafts end with the decision, with a newer
+frame, or when a day brought no more of them; they outlive the server (`shelf`).
 """
 
 from __future__ import annotations

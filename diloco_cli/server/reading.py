@@ -7,6 +7,7 @@ than reading half a megabyte.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
@@ -35,11 +36,17 @@ class Ready:
         return next(self._pieces, b"")
 
 
+class _Own(threading.local):
+    """Each event loop's: filled and copied from before anybody else on it has a turn."""
+
+    def __init__(self) -> None:
+        self.scratch = memoryview(bytearray(PIECE_BYTES))
+
+
 class Reading:
     """A stretch of files, one after another; one that is open may be removed meanwhile."""
 
-    _scratch = memoryview(bytearray(PIECE_BYTES))
-    """The event loop's: filled and copied from before anybody else has a turn."""
+    _own = _Own()
 
     def __init__(self, files: Sequence[tuple[Path, int]], start: int, stop: int) -> None:
         """`files` come with their lengths."""
@@ -55,7 +62,7 @@ class Reading:
         file, length = self._place()
         if not _NOW or not file:
             return None
-        room = self._scratch[:length]
+        room = self._own.scratch[:length]
         try:
             found = os.preadv(file.fileno(), [room], self._at, _NOW)
         except OSError:  # Not in memory, or on a file system that cannot tell.

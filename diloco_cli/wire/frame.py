@@ -196,6 +196,8 @@ class Outline:
         view = memoryview(data).cast("B")
         if view[: len(self.head)] != self.head or view[-DIGEST_BYTES:].hex() != self.digest:
             raise WireError("The frame does not begin or end as it did.", hint=DAMAGED)
+        body = view[len(self.head) : -DIGEST_BYTES]
+        _check_chunks(body, self.header.size, self.lengths, self.codec)
         return Frame(self.header, self.digest, view, self.lengths, self.codec)
 
 
@@ -345,7 +347,7 @@ def _prelude(view: memoryview) -> tuple[int, int]:
     return header_length, length
 
 
-def _check_chunks(body: memoryview, size: int, lengths: list[int], codec: Codec) -> None:
+def _check_chunks(body: memoryview, size: int, lengths: Sequence[int], codec: Codec) -> None:
     """Refuses chunks whose number, lengths or declared sizes are not what `size` values need."""
     needed = -(-size // CHUNK)
     if len(lengths) != needed:
@@ -379,7 +381,7 @@ def _wrong_zstd(compressed: memoryview, expected: int) -> str | None:
     return "it needs a dictionary" if said.dict_id else None
 
 
-def _chunks(body: memoryview, lengths: list[int] | tuple[int, ...]) -> Iterator[memoryview]:
+def _chunks(body: memoryview, lengths: Sequence[int]) -> Iterator[memoryview]:
     start = 0
     for length in lengths:
         yield body[start : start + length]

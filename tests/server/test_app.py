@@ -27,15 +27,18 @@ from diloco_cli.server.api import CALLS
 from diloco_cli.server.app import make_app
 from diloco_cli.server.durable import DiskFull
 from diloco_cli.server.receiving import LINGER_BYTES
+from diloco_cli.server.recipe import Recipe
 from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.frame import most_bytes, open_frame, pack, read_chain
 from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, contribution_path
 
 
 @asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[tuple[Bench, httpx.AsyncClient]]:
+async def served(
+    folder: Path, recipe: Recipe | None = None
+) -> AsyncIterator[tuple[Bench, httpx.AsyncClient]]:
     """A bench behind its HTTP routes, without sockets."""
-    bench = Bench(folder)
+    bench = Bench(folder, recipe)
     app = make_app(bench.server, events=folder / "events.jsonl", url=lambda: "http://here")
     headers = {RUN_HEADER: bench.run, WIRE_HEADER: "2"}
     transport = httpx.ASGITransport(app)
@@ -95,7 +98,11 @@ async def test_the_run_says_what_all_regions_must_share(tmp_path):
 
 @in_a_loop
 @pytest.mark.parametrize(
-    "path", ["/v1/nothing", "/v1/fragments/2", "/v1/fragments/x", "/v1/fragments/0/versions/1"]
+    "path",
+    [
+        *("/v1/nothing", "/v1/fragments/2", "/v1/fragments/x", "/v1/fragments/0/versions/1"),
+        *("/healthz/", "/v1//status", "/v1/status/"),
+    ],
 )
 async def test_what_does_not_exist_is_404_in_words(tmp_path, path):
     async with served(tmp_path) as (_, client):

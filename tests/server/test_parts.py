@@ -187,8 +187,9 @@ async def test_a_newer_frame_takes_the_place_of_an_older_one_and_not_the_reverse
         await older.part(0, 100)
         assert (await newer.part(0, 50)).status_code == 200
         assert (await older.have())["have"] == []
-        while drafts(tmp_path) != [".bytes", ".have"]:
-            await asyncio.sleep(0)  # Nobody waits for what is being removed; it goes all the same.
+        async with asyncio.timeout(30):
+            while drafts(tmp_path) != [".bytes", ".have"]:
+                await asyncio.sleep(0)  # Nobody waits for what is removed; it goes all the same.
         late = await older.part(100, 200)
         assert late.status_code == 409 and "on its way" in late.json()["error"]["message"]
         assert (await newer.have())["have"] == [[0, 50]]

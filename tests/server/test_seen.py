@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import in_a_loop
+from rig import in_a_loop, make_recipe, make_spec
 from test_app import put, served
 
 from diloco_cli.server import archive, merging
@@ -86,6 +86,27 @@ async def test_a_frame_whose_file_changed_goes_back_to_its_region(tmp_path, harm
         harm(payload(tmp_path, digests["paris"]))
         await merge(bench)
         assert bench.state.ledger.slots[0].members == ("iowa", "tokyo")
+        fate = bench.server.news("paris").fates[0]
+        assert (fate.digest, fate.fate) == (digests["paris"], "returned")
+
+
+@in_a_loop
+@pytest.mark.parametrize("place", [4, -50])
+async def test_whoever_compares_directions_first_finds_the_changed_file(tmp_path, place):
+    """It is the first to look into a chunk of frames that were seen."""
+    names = ("iowa", "lima", "oslo", "paris", "tokyo")
+    recipe = make_recipe(make_spec(names, server={"guard": {"agreement": 0.2}}))
+    async with served(tmp_path, recipe) as (bench, client):
+        digests = await sent(bench, client)
+        path = payload(tmp_path, digests["paris"])
+        data = bytearray(path.read_bytes())
+        # The highest bit of a zstd frame's fifth byte makes it claim more than any memory has.
+        head = len(open_frame(data).outline.head)
+        data[head + place if place > 0 else place] ^= 0x80
+        path.write_bytes(data)
+        await merge(bench)
+        assert bench.state.failure is None
+        assert bench.state.ledger.slots[0].members == ("iowa", "lima", "oslo", "tokyo")
         fate = bench.server.news("paris").fates[0]
         assert (fate.digest, fate.fate) == (digests["paris"], "returned")
 
