@@ -41,7 +41,7 @@ MOST_BITS_DOWN = {"int8": 7.5, "int4": 3.5}
 
 
 def wire_figures(
-    *, tries: int = 25, parameters: int = 16 << 20, file: Path | None = None, train: bool = True
+    *, tries: int = 25, parameters: int = 32 << 20, file: Path | None = None, train: bool = True
 ) -> list[dict[str, Any]]:
     """Measures speed, size and error of the codecs, and the merge.
 

@@ -25,6 +25,8 @@ from diloco_cli.core.merge import merge_rules
 from diloco_cli.core.outer import outer_optimisers
 from diloco_cli.errors import RunFailed
 from diloco_cli.net.client import Server
+from diloco_cli.net.identity import NOBODY, Identity, identify
+from diloco_cli.server.issuing import Office, bundle
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.codec import codecs
@@ -34,7 +36,7 @@ REGIONS = ("here", "there")
 START_SECONDS = 120.0
 
 
-def made_up(values: int, up: dict[str, Any], listen: str = "127.0.0.1:0") -> Recipe:
+def made_up(values: int, up: dict[str, Any], certs: str | None = None) -> Recipe:
     """A run of one fragment of so many values that never ends by itself."""
     spec = RunSpec.model_validate(
         {
@@ -47,7 +49,7 @@ def made_up(values: int, up: dict[str, Any], listen: str = "127.0.0.1:0") -> Rec
             "sync": {"fragments": 1, "every": 6, "quorum": 2},
             "wire": {"up": up},
             "outer": {"kind": "sgd", "lr": 1.0},
-            "server": {"listen": listen, "lease": 600.0},
+            "server": {"listen": "127.0.0.1:0", "lease": 600.0, "certs": certs},
         }
     )
     return Recipe(
@@ -70,6 +72,12 @@ class Stage:
     process: Any
     clock: int = 0
     epoch: int = field(default=0)
+
+    @property
+    def identity(self) -> Identity:
+        """Who the first region is to a server that asks."""
+        certs = self.recipe.spec.server.certs
+        return identify(bundle(Path(certs), "upload", REGIONS[0])) if certs else NOBODY
 
     @property
     def url(self) -> str:
@@ -131,11 +139,15 @@ class Stage:
 
 
 @contextlib.contextmanager
-def stage(values: int, up: dict[str, Any] | None = None) -> Iterator[Stage]:
-    """A server with one fragment of `values` values, until the block ends."""
-    recipe = made_up(values, up or {"kind": "fp32"})
+def stage(values: int, up: dict[str, Any] | None = None, *, tls: bool = False) -> Iterator[Stage]:
+    """A server with one fragment of `values` values, until the block ends.
+
+    With `tls` it asks everybody for a certificate and a token.
+    """
     with tempfile.TemporaryDirectory(prefix="diloco-link-") as name:
         folder = Path(name)
+        certs = _issued(folder / "certs") if tls else None
+        recipe = made_up(values, up or {"kind": "fp32"}, certs)
         running = Stage(recipe, folder, _started(recipe, folder))
         try:
             yield running
@@ -143,21 +155,29 @@ def stage(values: int, up: dict[str, Any] | None = None) -> Iterator[Stage]:
             running.stop()
 
 
+def _issued(folder: Path) -> str:
+    office = Office(folder)
+    office.found("link", [], 2)
+    office.issue("upload", REGIONS[0], 2, renew=False)
+    return str(folder)
+
+
 def _started(recipe: Recipe, folder: Path) -> Any:
     context = multiprocessing.get_context("spawn")
-    size, up = recipe.sizes[0], recipe.spec.wire.up
-    process = context.Process(target=_serve, args=(size, up, str(folder)), daemon=True)
+    spec = recipe.spec
+    made = recipe.sizes[0], spec.wire.up, spec.server.certs
+    process = context.Process(target=_serve, args=(made, str(folder)), daemon=True)
     process.start()
     return process
 
 
-def _serve(values: int, up: dict[str, Any], folder: str) -> None:
+def _serve(made: tuple[int, dict[str, Any], str | None], folder: str) -> None:
     from diloco_cli.server.serve import serve
 
     with open(Path(folder) / "log", "ab") as log:
         os.dup2(log.fileno(), 2)
 
     def initial() -> dict[str, np.ndarray]:
-        return {"w": np.random.default_rng(1).normal(size=values).astype(np.float32)}
+        return {"w": np.random.default_rng(1).normal(size=made[0]).astype(np.float32)}
 
-    serve(made_up(values, up), Path(folder), initial)
+    serve(made_up(*made), Path(folder), initial)

@@ -35,6 +35,10 @@ Range = tuple[int, int]
 MOST_ROUNDS = 4
 """Times an upload is planned anew because the server turns out to have something else."""
 
+CRUMBS = 8
+"""A last part is no shorter than this fraction of a whole one: a shorter one would take less time
+to travel than to be asked for and answered."""
+
 
 class Replan(Exception):
     """The server has other bytes than we thought."""
@@ -99,6 +103,7 @@ class Upload:
         self._gaps: list[Range] = []
         self._helpers: list[threading.Thread] = []
         self._active = 0
+        self._begun: set[int] = set()
         self._failures = 0
         self._began = time.monotonic()
         self._over: Exception | None = None
@@ -165,6 +170,7 @@ class Upload:
     def _send(self, having: Having) -> None:
         self._gaps = missing(having.have, self._source.size)
         self._over, self._active, self._failures = None, 1, 0
+        self._begun.clear()
         self._carry(0)
         for helper in self._helpers:
             helper.join()
@@ -197,15 +203,27 @@ class Upload:
             if self._active < wanted:
                 self._help()
             start, stop = self._gaps[0]
-            # The last parts are of one size, so that no lane waits for another.
-            length = min(self._gauge.part(wanted), max(self._gauge.least, -(-left // wanted)))
+            length, least = self._lengths(number, left, wanted)
             cut = min(stop, start + length)
-            if stop - cut < self._gauge.least // 2:
+            if stop - cut < least // 2:
                 cut = stop
             self._gaps[0] = (cut, stop)
             if cut == stop:
                 del self._gaps[0]
             return start, cut
+
+    def _lengths(self, number: int, left: int, wanted: int) -> tuple[int, int]:
+        """How long a lane's next part should be, and how long one should be at least."""
+        whole = self._gauge.part(wanted)
+        least = max(self._gauge.least, whole // CRUMBS)
+        # The last parts become shorter, so that no lane waits long for another.
+        length = min(whole, max(least, -(-left // wanted)))
+        if number and number not in self._begun:
+            # Lanes that begin together end together, and nothing would be on its way while
+            # all of them wait for an answer.
+            length = max(least, length * number // wanted)
+        self._begun.add(number)
+        return length, least
 
     def _help(self) -> None:
         busy = {helper.name for helper in self._helpers if helper.is_alive()}

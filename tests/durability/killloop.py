@@ -81,7 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=Path("killloop.jsonl"))
+    parser.add_argument("--results", type=Path, default=Path("build/killloop.jsonl"))
     parser.add_argument("--cold-every", type=int, default=COLD)
     asked = parser.parse_args()
     done = []
