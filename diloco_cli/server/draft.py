@@ -21,6 +21,7 @@ class Draft:
     def __init__(self, path: Path, *, again: bool = False) -> None:
         """With `again` it goes on with what may be there."""
         self.path, self.size = path, 0
+        self._mapped: mmap.mmap | None = None
         new = 0 if again else os.O_EXCL
         with disk_errors(path):
             self._handle = os.open(path, os.O_RDWR | os.O_CREAT | new, 0o600)
@@ -69,7 +70,13 @@ class Draft:
         if not self.size:
             return memoryview(b"")
         with disk_errors(self.path):
-            return memoryview(mmap.mmap(self._handle, self.size, access=mmap.ACCESS_READ))
+            self._mapped = mmap.mmap(self._handle, self.size, access=mmap.ACCESS_READ)
+        return memoryview(self._mapped)
+
+    def rest(self) -> None:
+        """Lets go of the memory that looking at it took; the system has the bytes at hand."""
+        if self._mapped is not None:
+            self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def keep(self, final: Path) -> None:
         """Makes the payload durable, then visible under its name; the draft is used up."""
@@ -89,4 +96,5 @@ class Draft:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+        self._mapped = None
         self.path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ without decompressing, before that. Room on the disk is asked for with the first
 Numbers are decoded for two contributions at a time, so memory does not grow with the number
 of regions that send at once. A small body goes to a thread twice, to be written and opened
 and to be looked at and kept: going there and back costs as much as a tenth of a megabyte.
+Half a megabyte is worth a third time, since there may be as many bodies as regions.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ MOST_UPLOADS = 64
 SMALL_BYTES = 256 << 20
 """More uploads than that are welcome while all together have no more bytes than four windows:
 a refused one has sent its bytes for nothing, and sends them again."""
+
+SHORT_BYTES = 4 << 20
+"""Bodies up to this come from all regions at once: of each, half a batch is held."""
 
 SILENCE_SECONDS = 60.0
 """An upload that sends nothing for so long is given up."""
@@ -74,7 +78,8 @@ class Intake:
             upload = _Upload(self._state.store, self._bytes)
             try:
                 waiting: Batch = []
-                async for batch in batches(body, limit, SILENCE_SECONDS):
+                short = (length or limit) <= SHORT_BYTES
+                async for batch in batches(body, limit, SILENCE_SECONDS, short=short):
                     if waiting:
                         await self._in_thread(upload.write, waiting)
                     waiting = batch
@@ -246,6 +251,7 @@ class Intake:
     def _open(self, address: Address, draft: Draft) -> Frame:
         try:
             frame = open_frame(draft.view())
+            draft.rest()  # It may have to wait for its turn to be looked at.
         except WireError as error:
             raise Denied("damaged", error.message, error.hint or AGAIN) from None
         if why := misaddressed(frame, address, self._state.recipe, self._state.store.run):

@@ -5,14 +5,16 @@ such memory for the next one, in each of the many heaps it opens for threads, an
 that needs 250 MB keeps 400.
 
 Nor is memory filled with what nobody needs: numba loads SciPy's linear algebra, 18 MB, along
-with the first kernel, and no kernel of ours multiplies matrices.
+with the first kernel, and no kernel of ours multiplies matrices. And once the kernels are
+loaded, 70 MB of numba's compiler have had their time.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -24,6 +26,10 @@ LARGE = 1 << 20
 """Bytes from which memory is asked of the system, and given back to it, on its own."""
 
 HEAPS = 2
+
+COMPILER = "libllvmlite"
+_MADV_DONTNEED = 4
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) .*")
 
 
 class _NotForNumba(MetaPathFinder):
@@ -55,3 +61,31 @@ def keep_little() -> None:
         mallopt(_M_ARENA_MAX, HEAPS)
         mallopt(_M_MMAP_THRESHOLD, LARGE)
         mallopt(_M_TRIM_THRESHOLD, 2 * LARGE)
+
+
+def forget_compiler() -> int:
+    """Lets go of the pages of numba's compiler; says how many bytes of addresses that were.
+
+    They are the library's own, so the system finds them again should one more kernel be
+    loaded. Pages that were written to when it was (relocations) stay.
+    """
+    found = 0
+    with suppress(OSError, AttributeError):
+        madvise = ctypes.CDLL(None).madvise
+        for start, length in _unwritten(COMPILER):
+            if madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED) == 0:
+                found += length
+    return found
+
+
+def _unwritten(library: str) -> Iterator[tuple[int, int]]:
+    """Where a library's file is mapped as it is: (address, bytes)."""
+    here: tuple[int, int] | None = None
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if mapping := _MAPPING.fullmatch(line.rstrip()):
+                start, stop = (int(each, 16) for each in mapping.group(1, 2))
+                wanted = library in line and "w" not in mapping[3] and "p" in mapping[3]
+                here = (start, stop - start) if wanted else None
+            elif here and line.split() == ["Anonymous:", "0", "kB"]:
+                yield here

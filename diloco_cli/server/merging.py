@@ -31,7 +31,7 @@ from diloco_cli.wire.chunks import CHUNK, span_of, spread
 from diloco_cli.wire.codec import NotFinite, codecs
 from diloco_cli.wire.fold import edges_of
 from diloco_cli.wire.frame import Frame, Header, Outline, open_frame, seal
-from diloco_cli.wire.fuse import Diverged, MemberUnfit, Method, fuse
+from diloco_cli.wire.fuse import Diverged, MemberUnfit, Method, advance, combine
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,9 @@ def next_version(
     try:
         members = _opened(recipe, store, fragment, receipts, seen)
         known = _lengths_known(recipe, fragment, receipts, members, seen)
-        made = fuse(method, fragment, members, before, known)
+        merged = combine(method, fragment, members, known)
+        del members  # The step takes memory; what they are mapped to can go before.
+        made = advance(method, merged, before)
     except _Unusable as error:
         return error.spoiled
     except MemberUnfit as error:
@@ -116,9 +118,9 @@ def next_version(
         return Spoiled(regions, "refused", str(error))
     except NotFinite as error:
         return Spoiled(regions, "refused", f"merged, it cannot be published: {error.message}")
-    merged = {**old.merged, **{receipt.region: receipt.digest for receipt in receipts}}
+    digests = {**old.merged, **{receipt.region: receipt.digest for receipt in receipts}}
     state = FragmentState(made.theta, made.momentum, made.published, names=made.names)
-    version = Version(old.number + 1, state, made.digest, merged, regions)
+    version = Version(old.number + 1, state, made.digest, digests, regions)
     return version, seal(frame_header(recipe, store.run, "delta", fragment, version), made.chunks)
 
 

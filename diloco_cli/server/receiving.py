@@ -21,8 +21,14 @@ Batch = list[bytes]
 """Pieces as they arrived; they are written without being copied together."""
 
 
-async def batches(body: AsyncIterator[bytes], limit: int, silence: float) -> AsyncIterator[Batch]:
-    """Yields a body of at most `limit` bytes, as long as something comes every `silence` s."""
+async def batches(
+    body: AsyncIterator[bytes], limit: int, silence: float, *, short: bool = False
+) -> AsyncIterator[Batch]:
+    """Yields a body of at most `limit` bytes, as long as something comes every `silence` s.
+
+    Many a `short` one may come at a time, so less is held of each.
+    """
+    enough = BATCH_BYTES // 2 if short else BATCH_BYTES
     pieces, received = aiter(body), 0
     batch: Batch = []
     waiting = 0
@@ -40,7 +46,7 @@ async def batches(body: AsyncIterator[bytes], limit: int, silence: float) -> Asy
         if piece:
             batch.append(piece)
             waiting += len(piece)
-        if waiting >= BATCH_BYTES:
+        if waiting >= enough:
             yield batch
             batch, waiting = [], 0
     if batch:

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from diloco_cli.core.fragments import Fragment, Piece
+from diloco_cli.core.outer import Nesterov
 from diloco_cli.errors import DilocoError, RunFailed
 from diloco_cli.observe.events import EventLog
 from diloco_cli.server import durable
@@ -31,12 +33,14 @@ from diloco_cli.server.app import Guarded, make_app
 from diloco_cli.server.coordinator import Coordinator
 from diloco_cli.server.front import Certificates, Front, refuse_open
 from diloco_cli.server.listener import bind, url_of
-from diloco_cli.server.memory import keep_little
+from diloco_cli.server.memory import forget_compiler, keep_little
 from diloco_cli.server.opening import Initial, open_coordinator
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.status import summary
 from diloco_cli.server.sweep import IDLE_SECONDS
+from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack
+from diloco_cli.wire.fuse import Method, fuse, fusible
 
 FAREWELL_SECONDS = 5.0
 """Requests under way get this long to finish."""
@@ -58,7 +62,7 @@ def serve(recipe: Recipe, folder: Path, initial: Initial, *, with_parent: bool =
 
 
 def _get_ready(recipe: Recipe) -> None:
-    """Loads what the first contribution needs, while nobody waits for it yet."""
+    """Loads what contributions and merges need, while nobody waits for it yet."""
     size = 64
     said = Header(
         kind="contribution",
@@ -73,7 +77,14 @@ def _get_ready(recipe: Recipe) -> None:
     )
     # What is wrong with the codec is said where it matters.
     with suppress(DilocoError):
-        open_frame(pack(said, np.zeros(size, np.float32))).squares([0, size])
+        frame = open_frame(pack(said, np.zeros(size, np.float32)))
+        frame.squares([0, size])
+        if fusible(recipe.merge):
+            method = Method(recipe.merge, Nesterov(), codecs.build(recipe.spec.wire.down))
+            piece = Piece("none", 0, size, (size,), offset=0)
+            zeros = np.zeros(size, np.float32)
+            fuse(method, Fragment(0, (piece,)), [(1.0, frame)] * 2, (zeros, zeros, zeros))
+    forget_compiler()
 
 
 async def _serve(

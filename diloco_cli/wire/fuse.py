@@ -36,7 +36,17 @@ from diloco_cli.wire.fold import MemberUnfit, edges_of, merge_into, stretches
 from diloco_cli.wire.frame import Frame
 from diloco_cli.wire.vectors import fresh
 
-__all__ = ["Diverged", "MemberUnfit", "Method", "Outcome", "fuse", "fusible"]
+__all__ = [
+    "Diverged",
+    "MemberUnfit",
+    "Merged",
+    "Method",
+    "Outcome",
+    "advance",
+    "combine",
+    "fuse",
+    "fusible",
+]
 
 INFINITY = 0x7F800000
 
@@ -60,6 +70,15 @@ class Outcome:
     def digest(self) -> str:
         """Of the published vector."""
         return self.names[2]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Many deltas as one: what lies between two edges is still to be multiplied by its factor."""
+
+    values: np.ndarray
+    edges: list[int]
+    factors: list[float]
 
 
 @dataclass(frozen=True)
@@ -88,24 +107,46 @@ def fuse(
 ) -> Outcome:
     """Merges (weight, frame) pairs, in the order given, into theta, momentum, published.
 
+    That is `combine` and then `advance`.
+    """
+    return advance(method, combine(method, fragment, members, squares), state)
+
+
+def combine(
+    method: Method,
+    fragment: Fragment,
+    members: Sequence[tuple[float, Frame]],
+    squares: Sequence[np.ndarray | None] = (),
+) -> Merged:
+    """Merges (weight, frame) pairs, in the order given; the frames are not needed any more then.
+
     `squares` may say what `Frame.squares` found between the pieces of each member; if it
     knows all of them, the first sweep is spared.
-    Raises MemberUnfit for a frame that does not decode, Diverged where the result is not
-    finite. The arrays of `state` stay as they are.
+    Raises MemberUnfit for a frame that does not decode.
     """
     if not members:
         raise ValueError(f"fragment {fragment.number}: no members to merge")
-    theta, momentum, published = map(vector, state)
-    edges, factors = [0, fragment.size], [1.0]
     if len(members) > 1 and fusible(method.rule):
-        merged, edges = fresh(fragment.size), edges_of(fragment)
+        values = fresh(fragment.size)
         factors = merge_into(
-            *(merged, method.rule, fragment, members), squares=squares, threads=method.threads
+            *(values, method.rule, fragment, members), squares=squares, threads=method.threads
         )
-    else:  # A member alone is its own merge, bit for bit.
-        merged = merge(method.rule, fragment, _decoded(members, method.threads))
-        merged = np.require(merged, np.float32, ["C", "A", "W"])
-    return _Step(method, edges, factors, (theta, momentum, published)).take(merged)
+        return Merged(values, edges_of(fragment), factors)
+    # A member alone is its own merge, bit for bit.
+    found = merge(method.rule, fragment, _decoded(members, method.threads))
+    return Merged(np.require(found, np.float32, ["C", "A", "W"]), [0, fragment.size], [1.0])
+
+
+def advance(
+    method: Method, merged: Merged, state: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> Outcome:
+    """Makes the next version of theta, momentum, published, in the memory of what is merged.
+
+    Raises Diverged where the result is not finite. The arrays of `state` stay as they are.
+    """
+    theta, momentum, published = map(vector, state)
+    step = _Step(method, merged.edges, merged.factors, (theta, momentum, published))
+    return step.take(merged.values)
 
 
 def _decoded(

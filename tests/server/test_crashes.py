@@ -109,7 +109,7 @@ def dying(calls: dict[str, int], target: Any, name: str, *, after: bool) -> Call
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("point", ["compute", "store", "journal", "forget"])
+@pytest.mark.parametrize("point", ["merge", "step", "store", "journal", "forget"])
 @in_a_loop
 async def test_dying_anywhere_while_closing_gives_the_same_version(
     tmp_path, monkeypatch, point, after
@@ -127,7 +127,8 @@ async def test_dying_anywhere_while_closing_gives_the_same_version(
 
     store: Any = disturbed.state.store
     where: dict[str, tuple[Any, str]] = {
-        "compute": (merging, "fuse"),
+        "merge": (merging, "combine"),
+        "step": (merging, "advance"),
         "store": (store, "publish"),
         "journal": (store.journal, "sync"),
         "forget": (store, "file_members"),

@@ -51,6 +51,22 @@ async def test_a_merge_does_not_hash_again_what_was_hashed(tmp_path, monkeypatch
 
 
 @in_a_loop
+async def test_contributions_are_let_go_of_before_the_step_takes_memory(tmp_path, monkeypatch):
+    mapped, advance = [], merging.advance
+
+    def look(*about: Any) -> Any:
+        maps = Path("/proc/self/maps").read_text()
+        mapped.append(str(tmp_path / "server" / "payloads") in maps)
+        return advance(*about)
+
+    monkeypatch.setattr(merging, "advance", look)
+    async with served(tmp_path) as (bench, client):
+        await sent(bench, client)
+        await merge(bench)
+        assert bench.versions[0] == 1 and mapped == [False]
+
+
+@in_a_loop
 async def test_the_bits_are_those_of_frames_that_are_opened_again(tmp_path):
     states = []
     for name in ("seen", "unseen"):
