@@ -27,11 +27,13 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from diloco_cli.cli.children import child
 from diloco_cli.cli.link_stage import REGIONS, Stage, stage
 from diloco_cli.cli.probe import measure
 from diloco_cli.cli.raw_tls import raw_tls
 from diloco_cli.errors import DilocoError
 from diloco_cli.net.client import Server
+from diloco_cli.net.identity import NOBODY, Identity
 from diloco_cli.net.parts import Source, Upload
 from diloco_cli.sim.proxy import emulated
 from diloco_cli.wire import messages
@@ -61,6 +63,7 @@ def link_figures(
     *,
     quick: bool = False,
     repeat: int = 7,
+    identity: Identity = NOBODY,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Figure]:
     """Measures the way to the server at `url`, or a server and links of our own.
@@ -69,7 +72,7 @@ def link_figures(
     machine can do.
     """
     if url is not None:
-        return _to(url, say)
+        return _to(url, say, identity)
     bodies = (2_000_000, 4_000_000) if quick else (32_000_000, 256_000_000)
     figures: list[Figure] = []
     for size in bodies:
@@ -232,15 +235,9 @@ def _line(running: Stage, size: int, repeat: int, say: Callable[[str], None]) ->
 @contextlib.contextmanager
 def _line_to(running: Stage, link: str) -> Iterator[str]:
     """An emulated line in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_emulate, args=(theirs, link, running.port), daemon=True)
-    process.start()
-    try:
+    ours, theirs = multiprocessing.Pipe()
+    with child(_emulate, theirs, link, running.port):
         yield ours.recv()
-    finally:
-        process.kill()
-        process.join()
 
 
 def _emulate(pipe: Any, link: str, port: int) -> None:
@@ -317,9 +314,9 @@ def _submitting(running: Stage, server: Server) -> _Submitting:
     return thread
 
 
-def _to(url: str, say: Callable[[str], None]) -> list[Figure]:
+def _to(url: str, say: Callable[[str], None], identity: Identity) -> list[Figure]:
     """What can be measured at somebody's server without taking part in its run."""
-    way = measure(url, say)
+    way = measure(url, say, identity=identity)
     # The first answers of a connection, and the first encoding, are slower than the others.
     return [
         _figure("status, p50", way.round_trip, "s", min(way.trips)),

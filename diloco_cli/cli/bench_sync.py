@@ -25,6 +25,7 @@ from typing import Any
 
 from diloco_cli.assemble import Parts, resolve, spelled_out
 from diloco_cli.cli.bench_wire import figure
+from diloco_cli.cli.children import child
 from diloco_cli.cli.folder import address_of
 from diloco_cli.cli.sync_region import Spent, be_region, pseudo_gradient
 from diloco_cli.errors import RunFailed, SpecError
@@ -201,30 +202,23 @@ def _cost(server: LocalProcess, pipes: list[Connection], parameters: int, rounds
 
 @contextlib.contextmanager
 def _stage(spec: RunSpec) -> Iterator[tuple[LocalProcess, list[Connection]]]:
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="diloco-sync-") as name:
-        folder, started = Path(name), []
+        folder, regions = Path(name), contextlib.ExitStack()
         spec_file = write_resolved(spec, folder)
         launcher = LocalLauncher(folder / "logs")
         server = launcher.start(serve_role(spec_file, folder))
         try:
             url, pipes = _address(server, folder), []
             for region in spec.regions:
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=be_region, args=(theirs, spec_file, region.name, url), daemon=True
-                )
-                process.start()
+                ours, theirs = multiprocessing.Pipe()
+                regions.enter_context(child(be_region, theirs, spec_file, region.name, url))
                 theirs.close()
-                started.append(process)
                 pipes.append(ours)
             for pipe in pipes:
                 _answer(pipe, server)
             yield server, pipes
         finally:
-            for process in started:
-                process.kill()
-                process.join()
+            regions.close()
             launcher.stop([server], grace=0.0)
 
 

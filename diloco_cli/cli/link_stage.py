@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from diloco_cli.cli.children import end, made, start
 from diloco_cli.core.fragments import Tensor, cut
 from diloco_cli.core.merge import merge_rules
 from diloco_cli.core.outer import outer_optimisers
@@ -69,7 +70,7 @@ class Stage:
 
     recipe: Recipe
     folder: Path
-    process: Any
+    process: BaseProcess
     clock: int = 0
     epoch: int = field(default=0)
 
@@ -129,13 +130,12 @@ class Stage:
 
     def restart(self) -> None:
         """Kills the server, without a goodbye, and starts it again on the same port."""
-        self.process.kill()
-        self.process.join()
-        self.process = _started(self.recipe, self.folder)
+        self.stop()
+        self.process = _server(self.recipe, self.folder)
+        start(self.process)
 
     def stop(self) -> None:
-        self.process.kill()
-        self.process.join()
+        end(self.process)
 
 
 @contextlib.contextmanager
@@ -148,8 +148,9 @@ def stage(values: int, up: dict[str, Any] | None = None, *, tls: bool = False) -
         folder = Path(name)
         certs = _issued(folder / "certs") if tls else None
         recipe = made_up(values, up or {"kind": "fp32"}, certs)
-        running = Stage(recipe, folder, _started(recipe, folder))
+        running = Stage(recipe, folder, _server(recipe, folder))
         try:
+            start(running.process)
             yield running
         finally:
             running.stop()
@@ -162,22 +163,19 @@ def _issued(folder: Path) -> str:
     return str(folder)
 
 
-def _started(recipe: Recipe, folder: Path) -> Any:
-    context = multiprocessing.get_context("spawn")
+def _server(recipe: Recipe, folder: Path) -> BaseProcess:
     spec = recipe.spec
-    made = recipe.sizes[0], spec.wire.up, spec.server.certs
-    process = context.Process(target=_serve, args=(made, str(folder)), daemon=True)
-    process.start()
-    return process
+    about = recipe.sizes[0], spec.wire.up, spec.server.certs
+    return made(_serve, about, str(folder))
 
 
-def _serve(made: tuple[int, dict[str, Any], str | None], folder: str) -> None:
+def _serve(about: tuple[int, dict[str, Any], str | None], folder: str) -> None:
     from diloco_cli.server.serve import serve
 
     with open(Path(folder) / "log", "ab") as log:
         os.dup2(log.fileno(), 2)
 
     def initial() -> dict[str, np.ndarray]:
-        return {"w": np.random.default_rng(1).normal(size=made[0]).astype(np.float32)}
+        return {"w": np.random.default_rng(1).normal(size=about[0]).astype(np.float32)}
 
-    serve(made_up(*made), Path(folder), initial)
+    serve(made_up(*about), Path(folder), initial)

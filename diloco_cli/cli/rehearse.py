@@ -9,6 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from diloco_cli.cli.author import Format, OutputFormat
+from diloco_cli.cli.children import end_on_signals
+from diloco_cli.cli.credential import CertsOption, for_url
+from diloco_cli.net.identity import NOBODY
 
 bench = typer.Typer(no_args_is_help=True, help="Measure, each figure beside its limit.")
 
@@ -16,6 +19,11 @@ bench = typer.Typer(no_args_is_help=True, help="Measure, each figure beside its 
 def register(app: typer.Typer) -> None:
     """Adds the commands of this module."""
     app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _begin() -> None:
+    end_on_signals()
 
 
 @bench.command()
@@ -63,13 +71,20 @@ def wire(
 @bench.command()
 def link(
     url: Annotated[str | None, typer.Option(help="Measure the way to this server instead.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small bodies, once each.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small bodies, once each: too few to judge by.")
+    ] = False,
+    certs: CertsOption = None,
     format: OutputFormat = Format.text,
 ) -> None:
     """Measure transfers beside raw TLS, over loopback and over emulated links."""
     from diloco_cli.cli.bench_link import link_figures
 
-    show(link_figures(url, quick=quick, say=lambda text: typer.echo(text, err=True)), format)
+    identity = for_url(certs) if url else NOBODY
+    found = link_figures(
+        url, quick=quick, identity=identity, say=lambda text: typer.echo(text, err=True)
+    )
+    show([{**each, "goal": None, "met": None} for each in found] if quick else found, format)
 
 
 @bench.command()

@@ -42,6 +42,9 @@ from diloco_cli.wire.codec import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack
 from diloco_cli.wire.fuse import Method, fuse, fusible
 
+ECHO_SECONDS = 0.1
+"""`timeout` signals its child and then the child's group: that is one request, not two."""
+
 FAREWELL_SECONDS = 5.0
 """Requests under way get this long to finish."""
 
@@ -188,10 +191,12 @@ def _watch_signals(coordinator: Coordinator) -> None:
     loop, heard = asyncio.get_running_loop(), []
 
     def hear(number: signal.Signals) -> None:
+        if heard and loop.time() - heard[0] < ECHO_SECONDS:
+            return
         if heard:
             # Everything acknowledged is on the disk; the next start replays it.
             os._exit(128 + number)
-        heard.append(number)
+        heard.append(loop.time())
         say(f"{number.name}: stopping; once more to stop at once")
         # Regions are not told to stop: they train on and find the next server here.
         coordinator.stop(f"{number.name} received", everyone=False)

@@ -50,11 +50,14 @@ def resolved_yaml(spec: RunSpec) -> str:
     )
 
 
-def write_resolved(spec: RunSpec, folder: str | Path) -> Path:
-    """Writes the run's spec once; refuses a spec that differs from the one written before."""
+def write_resolved(spec: RunSpec, folder: str | Path, *, apart: str | None = None) -> Path:
+    """Writes the run's spec once; refuses a spec that differs from the one written before.
+
+    A section `apart` may differ: it is somebody else's.
+    """
     final = Path(folder) / FILE
     if final.exists():
-        _same(spec, final)
+        _same(spec, final, apart)
         return final
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -67,10 +70,11 @@ def write_resolved(spec: RunSpec, folder: str | Path) -> Path:
     return final
 
 
-def _same(spec: RunSpec, file: Path) -> None:
+def _same(spec: RunSpec, file: Path, apart: str | None) -> None:
     there, here = dict(_flat(_before(file))), dict(_flat(resolved(spec)))
     there = {key: value for key, value in LATER.items() if key in here} | there
     keys = [key for key in [*here, *there] if here.get(key, "…") != there.get(key, "…")]
+    keys = [key for key in keys if key.partition(".")[0] != apart]
     if keys:
         lines = [
             f"  {key}: {_shown(there, key)} there, {_shown(here, key)} here"

@@ -79,7 +79,8 @@ def work(
     mailbox.prepare()
     with mailbox.locked(seconds=LOCK_SECONDS):
         mailbox.clear_agent_drafts()
-        spec_file = write_resolved(spec, folder)
+        # Where the server listens, and how it keeps things, may be said on its own host only.
+        spec_file = write_resolved(spec, folder, apart="server")
         argv, limit = _argv(region, cores, spec_file), spec.wire.bits_per_second
         agent = Agent(region, folder, server_url, terms, bell, argv=argv, rate_limit=limit)
         agent.connect = partial(agent.connect, identity=identity)

@@ -327,7 +327,20 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
         server.child.send_signal(signal.SIGTERM)
         while "SIGTERM: stopping" not in server.said:
             assert server.child.poll() is None
-        assert server.end(signal.SIGTERM) == 143
+        while server.child.poll() is None:  # An echo of the first does not count.
+            server.child.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
+        assert server.child.wait() == 143
+
+
+def test_two_signals_in_one_moment_are_one_request(tmp_path):
+    """`timeout` sends one to its child and another to the child's group."""
+    with process(tmp_path / "run", server={"lease": 0.5}) as server:
+        server.url()
+        server.child.send_signal(signal.SIGTERM)
+        server.child.send_signal(signal.SIGINT)
+        assert server.child.wait(30) == 0
+        assert "stopped (SIG" in server.said
 
 
 def test_without_its_parent_it_stops(tmp_path):

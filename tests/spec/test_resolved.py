@@ -64,6 +64,17 @@ def test_another_spec_in_the_same_folder_is_refused_with_the_keys_that_differ(tm
     assert "--dir" in (caught.value.hint or "")
 
 
+def test_a_section_that_is_somebody_elses_may_differ(tmp_path: Path):
+    file = write_resolved(loaded(GOOD, "server.certs=certs"), tmp_path)
+    before = file.read_bytes()
+    assert write_resolved(loaded(), tmp_path, apart="server") == file
+    assert file.read_bytes() == before
+    with pytest.raises(SpecError, match=r"server.certs: 'certs' there, absent here"):
+        write_resolved(loaded(), tmp_path)
+    with pytest.raises(SpecError, match=r"sync.quorum: 1 there, 2 here"):
+        write_resolved(loaded(GOOD, "sync.quorum=2"), tmp_path, apart="server")
+
+
 def test_an_option_that_is_only_on_one_side_is_called_absent(tmp_path: Path):
     write_resolved(loaded(), tmp_path)
     with pytest.raises(SpecError, match=r"outer.nesterov: absent there, True here"):

@@ -1,0 +1,56 @@
+"""Processes that take part in a measurement, and end with it however it ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+
+def end_on_signals() -> None:
+    """Lets SIGTERM and SIGHUP end a command the way Ctrl-C does: what was begun is taken away."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # As under nohup.
+            signal.signal(number, leave)
+
+
+def made(target: Callable[..., object], *args: Any) -> BaseProcess:
+    """A process that is still to be started; whoever has it can end it, whenever that is."""
+    return multiprocessing.get_context("spawn").Process(target=target, args=args, daemon=True)
+
+
+@contextmanager
+def child(target: Callable[..., object], *args: Any) -> Iterator[BaseProcess]:
+    """A process that is there until the block ends."""
+    process = made(target, *args)
+    try:
+        start(process)
+        yield process
+    finally:
+        end(process)
+
+
+def start(process: BaseProcess) -> None:
+    """Starts a process that does not hear Ctrl-C, which is for whoever started it."""
+    resource_tracker.ensure_running()  # Begun with the first process, it would let Ctrl-C in.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # Ctrl-C may have come meanwhile.
+
+
+def end(process: BaseProcess) -> None:
+    """Ends a process, also one that was about to be started."""
+    if process.pid is not None:
+        process.kill()
+        process.join()
