@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vault import Guarded, client, mixed  # pyright: ignore[reportMissingImports]
@@ -62,7 +64,7 @@ def test_everything_that_moves_leaves_a_line_and_no_line_a_secret(own: Callable[
         server.run()
         with pytest.raises(SpecError):
             server.submit(0, "tokyo", 0, 1, b"x" * 100, epoch=1)
-    lines = running.audit()
+    lines = _until(running, lambda line: line["code"] == "other-region")
     by = {(line["who"], line["call"], line["outcome"]): line for line in lines}
     brought = next(line for line in lines if line["call"] == "contribute" and line["bytes_in"])
     assert (brought["who"], brought["digest"]) == ("upload:paris", digest)
@@ -75,6 +77,15 @@ def test_everything_that_moves_leaves_a_line_and_no_line_a_secret(own: Callable[
     assert by["upload:paris", "contribute", "refused"]["code"] == "other-region"
     assert (running.folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
     _no_secret_in(running)
+
+
+def _until(running: Guarded, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """The lines once a certain one is there: an answer may be read before its line is written."""
+    deadline = time.monotonic() + 30
+    while not any(map(wanted, lines := running.audit())):
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.01)
+    return lines
 
 
 def _no_secret_in(running: Guarded) -> None:
