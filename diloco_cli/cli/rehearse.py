@@ -93,7 +93,7 @@ def sync(
     regions: Annotated[
         str, typer.Option(metavar="N[,N…]", help="Regions; 2,8 compares the server's memory.")
     ] = "4",
-    rounds: Annotated[int, typer.Option(min=1, help="Synchronisations in each of 3 tries.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Synchronisations in each of 10 tries.")] = 4,
     warm: Annotated[int, typer.Option(min=1, help="Synchronisations before the first.")] = 10,
     format: OutputFormat = Format.text,
 ) -> None:
