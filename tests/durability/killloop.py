@@ -53,6 +53,7 @@ def kill_again_and_again(
             (starts if cold else forks).append(first - began)
             if number % 25 == 24:
                 print(f"seed {seed}: {number + 1} of {kills} kills", file=sys.stderr, flush=True)
+        stage.until_published()
         stage.kill()
         found = stage.check()
     except (Broken, AssertionError) as error:

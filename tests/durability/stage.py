@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import httpx
+
 RIG = Path(__file__).parent.parent / "server"
 sys.path.insert(0, str(RIG))
 
@@ -190,6 +192,18 @@ class Stage:
     def until_accepted(self, more: int) -> None:
         enough = self.accepted + more
         self.wait(lambda: self.accepted >= enough)
+
+    def until_published(self) -> None:
+        """Waits for a version of every fragment: what was accepted may still wait for its grace."""
+        url = self.url()
+
+        def published() -> bool:
+            with suppress(httpx.HTTPError):
+                fragments = httpx.get(f"{url}/v1/status", timeout=20).json()["fragments"]
+                return all(fragment["version"] for fragment in fragments)
+            return False
+
+        self.wait(published)
 
     def listen(self) -> None:
         """Reads what the clients wrote since."""

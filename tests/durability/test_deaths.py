@@ -87,7 +87,7 @@ def test_dying_at_any_step_loses_nothing_and_doubles_nothing(tmp_path):
 
 def test_killed_at_any_moment_the_server_comes_back_with_all_it_said(tmp_path):
     seen = kill_again_and_again(tmp_path / "run", 4, seed=time.time_ns() % 1000, cold_every=4)
-    assert seen["kills"] == 4 and seen["acknowledged"] > 8 and len(seen["starts"]) == 1
+    assert seen["kills"] == 4 and seen["acknowledged"] >= 8 and len(seen["starts"]) == 1
     assert seen["made_again"] > 0
 
 

@@ -96,6 +96,7 @@ def test_sigterm_under_load_publishes_what_is_closing_and_loses_nothing(tmp_path
         stage.start()
         stage.add_clients()
         stage.until_accepted(6)
+        stage.until_published()
         assert stage.server
         os.kill(stage.server.pid, signal.SIGTERM)
         assert stage.died() == 0
@@ -120,6 +121,7 @@ def test_a_zombie_is_fenced_and_a_recorded_upload_is_never_merged_twice(tmp_path
         url = stage.url()
         stage.add_clients()
         stage.until_accepted(8)
+        stage.until_published()
         zombie = stage.clients[2]
         os.kill(zombie.pid, signal.SIGSTOP)
         with Server(url, retry=Retry(tries=1)) as client:
