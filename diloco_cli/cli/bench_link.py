@@ -38,7 +38,7 @@ from diloco_cli.net.parts import Source, Upload
 from diloco_cli.sim.proxy import emulated
 from diloco_cli.wire import messages
 from diloco_cli.wire.frame import DIGEST_BYTES
-from diloco_cli.wire.messages import EPOCH_HEADER
+from diloco_cli.wire.messages import EPOCH_HEADER, PARTS_HEADER
 
 Figure = dict[str, Any]
 
@@ -98,11 +98,13 @@ def _loopback(running: Stage, size: int, repeat: int, say: Callable[[str], None]
         running.join(server)
         server.whole(0, 0)  # The server encodes a version when it is first asked for.
         for number in range(repeat + 1):
+            body = _fresh(noise)
             turn = {
                 "raw": _moved(lambda: raw(max(size, 64_000_000))),
-                "up": _moved(partial(_sent, running, server, _fresh(noise))),
+                "up": _moved(partial(_sent, running, server, body)),
                 "down": _moved(lambda: _fetched(server)),
             }
+            _forget(running, server, body)
             if number:  # The first opens connections and finds the rate.
                 for way, one in turn.items():
                     found[way].append(one)
@@ -154,9 +156,7 @@ def _sent(running: Stage, server: Server, body: bytes) -> float:
     when it has all of it, which ends the measurement before anything is decoded.
     """
     running.clock += 1
-    path = messages.contribution_path(0, REGIONS[0], 0, running.clock)
-    size = len(body)
-    headers = {**server.headers(), EPOCH_HEADER: str(running.epoch)}
+    path, headers, size = _path(running), _headers(running, server), len(body)
     began = time.monotonic()
     if size <= server.up.part_bytes:
         lane = server.lane(0)
@@ -181,6 +181,29 @@ def _sent(running: Stage, server: Server, body: bytes) -> float:
         )
         upload.send_missing()
     return size / (time.monotonic() - began)
+
+
+def _forget(running: Stage, server: Server, body: bytes) -> None:
+    """Has the server find out that the body last sent is no frame, and remove it.
+
+    It would remove it while the next one comes in, and that is no part of the next one's way.
+    """
+    server.lane(0).once(
+        "PUT",
+        _path(running),
+        lambda response: None,
+        headers={**_headers(running, server), PARTS_HEADER: body[-DIGEST_BYTES:].hex()},
+        seconds=server.up.seconds(len(body)),
+        answers=frozenset({400, 409}),  # It may be gone: a short one was in one piece.
+    )
+
+
+def _path(running: Stage) -> str:
+    return messages.contribution_path(0, REGIONS[0], 0, running.clock)
+
+
+def _headers(running: Stage, server: Server) -> dict[str, str]:
+    return {**server.headers(), EPOCH_HEADER: str(running.epoch)}
 
 
 def _fetched(server: Server) -> float:

@@ -178,15 +178,15 @@ class Guarded:
             if self.state.closed:
                 await answer_error(closing())(scope, incoming, send)
             else:
-                await self._answer(scope, watched)
+                await self._answer(scope, incoming, watched)
             if scope["method"] in ("PUT", "POST"):
                 await incoming.linger()
         finally:
             self.under_way -= 1
 
-    async def _answer(self, scope: Scope, watched: Watched) -> None:
+    async def _answer(self, scope: Scope, incoming: Incoming, watched: Watched) -> None:
         try:
-            await self.app(scope, watched.receive, watched.send)
+            await self.app(scope, incoming, watched.send)
         finally:
             self._access.left(watched.state.get("counted"))
             watched.note(self.audit)

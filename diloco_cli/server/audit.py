@@ -18,7 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Scope, Send
+
+from diloco_cli.server.receiving import Incoming
 
 MOST_BYTES = 8 << 20
 KEPT = 8
@@ -80,17 +82,12 @@ class Audit:
 class Watched:
     """One request on its way through: what came in, what went out, how it ended."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
-        self._in = self._out = self._status = 0
+    def __init__(self, scope: Scope, incoming: Incoming, send: Send) -> None:
+        self._scope, self._incoming, self._send = scope, incoming, send
+        self._out = self._status = 0
         # A server may hand the same dictionary to every request.
         self.state: dict[str, Any] = {}
         scope["state"] = self.state
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self._in += len(message.get("body", b""))
-        return message
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -112,7 +109,7 @@ class Watched:
             status=status or None,
             outcome=self._outcome(call, status),
             code=self.state.get("code"),
-            bytes_in=self._in,
+            bytes_in=self._incoming.received,
             bytes_out=self._out,
             digest=self.state.get("digest"),
             range=self.state.get("range"),

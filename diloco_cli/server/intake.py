@@ -75,10 +75,10 @@ class Intake:
         limit = self._limit(address)
         with self._under_way(address, length, limit, length or limit):
             # What others have been promised is not there for us.
-            upload = _Upload(self._state.store, self._bytes)
+            short = (length or limit) <= SHORT_BYTES
+            upload = _Upload(self._state.store, self._bytes, 0 if short else length or 0)
             try:
                 waiting: Batch = []
-                short = (length or limit) <= SHORT_BYTES
                 async for batch in batches(body, limit, SILENCE_SECONDS, short=short):
                     if waiting:
                         await self._in_thread(upload.write, waiting)
@@ -249,11 +249,10 @@ class Intake:
                 del self._arriving[digest], self._locks[digest]
 
     def _open(self, address: Address, draft: Draft) -> Frame:
-        try:
-            frame = open_frame(draft.view())
-            draft.rest()  # It may have to wait for its turn to be looked at.
-        except WireError as error:
-            raise Denied("damaged", error.message, error.hint or AGAIN) from None
+        frame = _opened(draft)
+        if isinstance(frame, Denied):
+            raise frame
+        draft.rest()  # It may have to wait for its turn to be looked at.
         if why := misaddressed(frame, address, self._state.recipe, self._state.store.run):
             raise Denied("mismatch", why, _MISMATCH, fate="refused", why=why)
         return frame
@@ -272,14 +271,26 @@ class Intake:
 class _Upload:
     """A body on its way to a draft, which begins with its first bytes."""
 
-    def __init__(self, store: Store, room: int) -> None:
-        self._begin = lambda: store.draft_payload(room)
+    def __init__(self, store: Store, room: int, length: int) -> None:
+        self._begin = lambda: store.draft_payload(room, length=length)
         self.begun = False
 
     def write(self, batch: Batch) -> None:
         if not self.begun:
             self.draft, self.begun = self._begin(), True
         self.draft.write_pieces(batch)
+
+
+def _opened(draft: Draft) -> Frame | Denied:
+    """The frame, or why it is none.
+
+    Raised in here, the refusal would remember the error, which remembers the bytes: they would
+    stay in memory, and their room on the disk taken, until Python looks for such rings.
+    """
+    try:
+        return open_frame(draft.view())
+    except WireError as error:
+        return Denied("damaged", error.message, error.hint or AGAIN)
 
 
 def _receipt(address: Address, frame: Frame) -> Receipt:

@@ -6,9 +6,8 @@ about many bodies at once, and about bodies that never end.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from diloco_cli.server.denied import Denied
@@ -54,21 +53,15 @@ class Quota:
             self._bytes[region] -= size
 
 
-async def steady(
-    body: AsyncIterator[bytes], *, clock: Callable[[], float] = time.monotonic
-) -> AsyncIterator[bytes]:
-    """Passes a body on while it comes faster than a drip."""
-    began, received = clock(), 0
-    async for piece in body:
-        received += len(piece)
-        if (taken := clock() - began) > PATIENCE_SECONDS + received / SLOWEST_BYTES_PER_SECOND:
-            raise Denied(
-                "too-slow",
-                f"{received} bytes in {taken:.0f} s are less than "
-                f"{SLOWEST_BYTES_PER_SECOND} a second.",
-                "It is sent again by itself; what arrived in parts is kept.",
-            )
-        yield piece
+def check_drip(received: int, seconds: float) -> None:
+    """Refuses a body of which so little has come in so long that it would never end."""
+    if seconds > PATIENCE_SECONDS + received / SLOWEST_BYTES_PER_SECOND:
+        raise Denied(
+            "too-slow",
+            f"{received} bytes in {seconds:.0f} s are less than "
+            f"{SLOWEST_BYTES_PER_SECOND} a second.",
+            "It is sent again by itself; what arrived in parts is kept.",
+        )
 
 
 def _busy(message: str) -> Denied:

@@ -33,8 +33,8 @@ BACKLOG = 1024
 # What arrives changes threads three times a frame; in frames half as long, an upload costs
 # a sixth more. Much longer ones would be memory that is fresh from the system each time.
 HTTP2 = HTTP2Settings(
-    initial_stream_window_size=64 << 20,
-    initial_connection_window_size=256 << 20,
+    initial_stream_window_size=8 << 20,
+    initial_connection_window_size=32 << 20,
     max_frame_size=512 << 10,
     max_send_buffer_size=4 << 20,
     max_headers_size=64 << 10,

@@ -156,7 +156,9 @@ class Parts:
             mine = (found.address.epoch, found.address.clock)
             if mine > (address.epoch, address.clock):
                 raise _conflict(f"Frame {found.address.clock} is on its way already.", found)
-        missing = sum(each.missing for each in self._gathering.values())
+        # A draft that has its room already is not promised it again.
+        others = self._gathering.values()
+        missing = sum(each.missing for each in others if not each.draft.allocated)
         draft = self._shelf.begin(address, part.frame, part.size, promised=missing)
         begun = self._gathering[key] = Gathering(address, part.frame, part.size, draft)
         if found:
@@ -283,7 +285,7 @@ def _put(gathering: Gathering, batch: Batch, at: int, before: int) -> asyncio.Fu
             done.exception()  # Whoever sent it may be gone; that is no reason to complain.
 
     gathering.writing += 1  # Now, not when it begins: until then the draft might be given up.
-    under_way = asyncio.ensure_future(asyncio.to_thread(put))
+    under_way = asyncio.get_running_loop().run_in_executor(None, put)
     under_way.add_done_callback(written)
     return under_way
 

@@ -14,7 +14,7 @@ import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -26,9 +26,9 @@ from diloco_cli.server.api import openapi
 from diloco_cli.server.coordinator import Coordinator, server_behind
 from diloco_cli.server.denied import HEADERS, Denied
 from diloco_cli.server.intake import Intake
-from diloco_cli.server.limits import JSON_SECONDS, steady
+from diloco_cli.server.limits import JSON_SECONDS
 from diloco_cli.server.parts import Address, Part
-from diloco_cli.server.receiving import too_large
+from diloco_cli.server.receiving import Incoming, too_large
 from diloco_cli.server.sending import send
 from diloco_cli.server.status import status
 from diloco_cli.server.tail import tail
@@ -105,7 +105,7 @@ class Routes:
         if frame := request.headers.get(PARTS_HEADER):
             answer = await self.intake.complete(address, _digest("diloco-parts", frame))
         else:
-            body = steady(request.stream())
+            body = _pieces(request)
             answer = await self.intake.take(address, body, length=_length(request))
         known = self.state.ledger.standing(address.region, address.fragment).known
         if known and known.clock == address.clock:
@@ -125,8 +125,7 @@ class Routes:
         frame = _digest("frame", query.get("frame", ""))
         part = Part(start, start + length, size, frame, query.get("digest", ""))
         request.state.digest = frame
-        body = steady(request.stream())
-        have = await self.intake.take_part(self._address(request), part, body)
+        have = await self.intake.take_part(self._address(request), part, _pieces(request))
         return _json(Having(have=tuple(have)))
 
     async def parts(self, request: Request) -> Response:
@@ -296,6 +295,11 @@ class Routes:
             said = f"{len(body)} bytes of the body arrived in {JSON_SECONDS:g} s."
             raise Denied("too-slow", said, "Send it again.") from None
         return body
+
+
+def _pieces(request: Request) -> Incoming:
+    """The body as it comes in, with nothing between it and the server that receives it."""
+    return cast(Incoming, request.receive)
 
 
 def _json(said: Message) -> Response:

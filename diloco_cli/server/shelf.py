@@ -97,7 +97,7 @@ class Shelf:
         name = f"{address.region}.{address.fragment}.{frame[:32]}.{address.clock}"
         # A file of its own, always: one that is being decided on, or given up, has the same name
         # but for this, and whoever could open it again could change what was checked.
-        return Kept(folder / f"{name}.{secrets.token_hex(8)}.bytes")
+        return Kept(folder / f"{name}.{secrets.token_hex(8)}.bytes", length=size)
 
     def note(
         self, draft: Kept, address: Address, frame: str, size: int, have: Sequence[Range]

@@ -55,7 +55,7 @@ class Store(Protocol):
     run: str
     journal: Journal
 
-    def draft_payload(self, size: int = 0) -> Draft: ...
+    def draft_payload(self, size: int = 0, *, length: int = 0) -> Draft: ...
     def parts_folder(self, size: int = 0) -> Path: ...
     def keep_payload(self, digest: str, data: bytes | memoryview | Draft) -> None: ...
     def payload(self, digest: str) -> memoryview: ...
@@ -141,10 +141,13 @@ class FolderStore(Archive):
         self.kind, self.journal = kind, journal
         self._lock, self._shortest = lock, 0
 
-    def draft_payload(self, size: int = 0) -> Draft:
-        """Begins a payload of about `size` bytes whose digest is not known yet."""
+    def draft_payload(self, size: int = 0, *, length: int = 0) -> Draft:
+        """Begins a payload whose digest is not known yet, where there is room for `size` bytes.
+
+        With `length` it will have so many, and takes them at once.
+        """
         self.check_room(size + self.kind.reserve)
-        return Draft(draft_of(self.folder / "payloads" / "upload"))
+        return Draft(draft_of(self.folder / "payloads" / "upload"), length=length)
 
     def parts_folder(self, size: int = 0) -> Path:
         """Where frames wait that arrive in parts; there is room for `size` bytes more."""

@@ -17,6 +17,8 @@ import pytest
 from diloco_cli.errors import DilocoError, LinkError
 from diloco_cli.net.client import Fenced, Server
 from diloco_cli.net.transport import Retry
+from diloco_cli.server.draft import Draft
+from diloco_cli.server.durable import DiskFull
 from diloco_cli.server.journal import read_journal
 from diloco_cli.wire.frame import open_frame
 
@@ -67,6 +69,18 @@ def test_a_full_disk_acknowledges_nothing_and_the_run_goes_on_when_there_is_room
             stage.check()
         finally:
             stage.close()
+
+
+def test_a_draft_takes_its_room_or_leaves_nothing(tmp_path):
+    place = tmp_path / "small"
+    with small_disk(place):
+        kept = Draft(place / "kept", length=1 << 20)
+        assert kept.allocated and 512 * (place / "kept").stat().st_blocks >= 1 << 20
+        with pytest.raises(DiskFull, match="no room left"):
+            Draft(place / "refused", length=3 << 20)
+        assert [path.name for path in place.iterdir()] == ["kept"]
+        kept.discard()
+        assert list(place.iterdir()) == []
 
 
 def test_a_slow_disk_makes_everyone_wait_and_a_broken_one_ends_the_server(tmp_path):

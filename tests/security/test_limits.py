@@ -9,7 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from diloco_cli.server.denied import Denied
-from diloco_cli.server.limits import PATIENCE_SECONDS, UPLOADS_PER_REGION, Quota, steady
+from diloco_cli.server.limits import PATIENCE_SECONDS, UPLOADS_PER_REGION, Quota
+from diloco_cli.server.receiving import batches
 
 
 def test_a_region_has_so_many_uploads_and_bytes_at_once_and_no_other_pays_for_it():
@@ -40,8 +41,9 @@ def test_a_body_that_drips_is_given_up_and_a_slow_one_is_not():
 
     async def received(pieces: int, size: int, seconds: float) -> int:
         total = 0
-        async for piece in steady(body(pieces, size, seconds), clock=lambda: now[0]):
-            total += len(piece)
+        arriving = body(pieces, size, seconds)
+        async for batch in batches(arriving, 1 << 30, 60.0, clock=lambda: now[0]):
+            total += sum(map(len, batch))
         return total
 
     assert asyncio.run(received(100, 16384, 1.0)) == 100 * 16384

@@ -309,7 +309,7 @@ async def test_without_room_nothing_is_kept_and_the_answer_is_507(tmp_path, monk
         await bench.join()
         frame = bench.regions["paris"].frame(0)
 
-        def full(*_: Any) -> None:
+        def full(*_: Any, **__: Any) -> None:
             raise DiskFull("There is no room left.", hint="Free some space.")
 
         for method in ("draft_payload", "keep_payload"):

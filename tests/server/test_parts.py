@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import sys
 import threading
 import zlib
 from collections.abc import AsyncIterator, Iterator
@@ -16,7 +18,7 @@ import httpx
 import pytest
 from rig import Bench, close_server, in_a_loop, kill_server, open_server
 
-from diloco_cli.server import intake
+from diloco_cli.server import draft, intake
 from diloco_cli.server.app import make_app
 from diloco_cli.server.durable import DiskFull
 from diloco_cli.wire.frame import open_frame
@@ -433,6 +435,8 @@ async def test_what_is_being_decided_cannot_be_changed_by_parts_of_a_similar_nam
 @in_a_loop
 async def test_a_frame_needs_room_beside_those_that_are_on_their_way(tmp_path, monkeypatch):
     async with served(tmp_path) as (bench, client):
+        # A disk on which no room can be taken before it is written to.
+        monkeypatch.setattr(draft, "allocate", lambda handle, size: False)
         asked, folder = [], bench.state.store.parts_folder
 
         def remember(size: int = 0) -> Path:
@@ -444,6 +448,39 @@ async def test_a_frame_needs_room_beside_those_that_are_on_their_way(tmp_path, m
         await first.part(0, 100)
         await second.part(0, 100)
         assert asked == [len(first.data), len(second.data) + len(first.data) - 100]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="room is taken with a call of Linux")
+@in_a_loop
+async def test_a_frame_takes_its_room_with_its_first_part(tmp_path, monkeypatch):
+    async with served(tmp_path) as (bench, client):
+        asked, folder = [], bench.state.store.parts_folder
+        remember = lambda size=0: asked.append(size) or folder(size)  # noqa: E731
+        monkeypatch.setattr(bench.state.store, "parts_folder", remember)
+        first, second = (Sender(client, bench.regions[name].frame(0)) for name in ("paris", "iowa"))
+        await first.part(0, 100)
+        (taken,) = (tmp_path / "server" / "parts").glob("*.bytes")
+        assert 512 * taken.stat().st_blocks >= len(first.data) == taken.stat().st_size
+        await second.part(0, 100)
+        assert asked == [len(first.data), len(second.data)], "nothing is promised twice"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at this process's memory in /proc")
+@in_a_loop
+async def test_a_refused_frame_is_let_go_of_at_once(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        frame = bytearray(bench.regions["paris"].frame(0))
+        frame[0] ^= 1
+        sender = Sender(client, bench.regions["paris"].frame(0))
+        sender.data = bytes(frame)
+        gc.disable()  # It may come late, and what is mapped takes room on the disk until then.
+        try:
+            await sender.part(0, len(frame))
+            assert (await sender.complete()).status_code == 400
+            maps = Path("/proc/self/maps").read_text()
+        finally:
+            gc.enable()
+        assert str(tmp_path) not in maps and drafts(tmp_path) == []
 
 
 @in_a_loop
