@@ -182,6 +182,7 @@ class Guarded:
             if scope["method"] in ("PUT", "POST"):
                 await incoming.linger()
         finally:
+            incoming.close()
             self.under_way -= 1
 
     async def _answer(self, scope: Scope, incoming: Incoming, watched: Watched) -> None:

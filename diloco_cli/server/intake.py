@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from diloco_cli.core import rounds
 from diloco_cli.core.guard import Norms
@@ -74,36 +74,38 @@ class Intake:
         """Reads one contribution and answers what becomes of it."""
         limit = self._limit(address)
         with self._under_way(address, length, limit, length or limit):
-            # What others have been promised is not there for us.
             short = (length or limit) <= SHORT_BYTES
+            # What others have been promised is not there for us.
             upload = _Upload(self._state.store, self._bytes, 0 if short else length or 0)
+            under_way: asyncio.Future[None] | None = None
             try:
                 waiting: Batch = []
+                # One batch comes in while the one before is written; the last is opened, too.
                 async for batch in batches(body, limit, SILENCE_SECONDS, short=short):
                     if waiting:
-                        await self._in_thread(upload.write, waiting)
+                        await _ended(under_way)
+                        under_way = self._begun(upload.write, waiting)
                     waiting = batch
+                await _ended(under_way)
                 frame = await self._in_thread(self._arrived, address, upload, waiting, length)
                 answer = await self._decide(address, upload.draft, frame)
                 await self._parts.forget(address)
                 return answer
             finally:
+                if under_way:
+                    await _settled(under_way)
+                    under_way.exception()  # Whoever sent it has heard of another one, or is gone.
+                    under_way = None  # Its error would know where it is kept, and keep the body.
                 if upload.begun and not upload.draft.closed:
                     await self._in_thread(upload.draft.discard)
 
+    def _begun(self, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> asyncio.Future[T]:
+        loop, bound = asyncio.get_running_loop(), partial(work, *args, **more)
+        return loop.run_in_executor(self._threads, bound)
+
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
         """Works in a thread. Whoever is called off meanwhile waits, for a thread cannot be."""
-        loop, bound = asyncio.get_running_loop(), partial(work, *args, **more)
-        under_way = loop.run_in_executor(self._threads, bound)
-        try:
-            return await asyncio.shield(under_way)
-        except asyncio.CancelledError:
-            while not under_way.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([under_way])
-            raise
-        finally:
-            del under_way  # An error that knew where it is kept would keep the body, too.
+        return cast(T, await _ended(self._begun(work, *args, **more)))
 
     def _arrived(self, address: Address, upload: _Upload, last: Batch, length: int | None) -> Frame:
         """Writes what came last and opens the frame."""
@@ -266,6 +268,26 @@ class Intake:
             receipt, standing, epoch=epoch, alpha=sync.alpha, staleness=sync.staleness
         )
         return isinstance(answer, Accept)
+
+
+async def _ended(under_way: asyncio.Future[T] | None) -> T | None:
+    """What came out of work in a thread, if there is any; see `Intake._in_thread`."""
+    if under_way is None:
+        return None
+    try:
+        return await asyncio.shield(under_way)
+    except asyncio.CancelledError:
+        await _settled(under_way)
+        raise
+    finally:
+        del under_way  # An error that knew where it is kept would keep the body, too.
+
+
+async def _settled(under_way: asyncio.Future[Any]) -> None:
+    """Returns once a thread has done its work, however often we are called off meanwhile."""
+    while not under_way.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([under_way])
 
 
 class _Upload:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
@@ -119,6 +119,12 @@ class Incoming:
         body = message.get("body", b"")
         self.received += len(body)
         return body
+
+    def close(self) -> None:
+        """Gives up what was asked for and nobody waits for any more."""
+        if isinstance(self._coming, Coroutine):
+            self._coming.close()
+        self._coming = None
 
     async def linger(self) -> None:
         """Throws away what still comes after the answer, for a while and up to a limit.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ import pytest
 from rig import in_a_loop, make_recipe, make_spec
 from test_app import put, served
 
-from diloco_cli.server import archive, merging
+from diloco_cli.server import archive, merging, receiving
+from diloco_cli.server.draft import Draft
 from diloco_cli.wire.frame import open_frame
+from diloco_cli.wire.messages import contribution_path
 
 
 async def sent(bench: Any, client: Any) -> dict[str, str]:
@@ -178,6 +180,50 @@ async def test_an_upload_that_is_called_off_leaves_nothing(tmp_path, times, monk
         assert uploading.cancelled()
         del uploading
         assert bench.state.seen == {} and bench.state.store.payloads() == set()
+        assert_nothing_open(tmp_path)
+
+
+@in_a_loop
+@pytest.mark.parametrize(
+    ("times", "stuck"), [(0, False), (1, False), (2, False), (1, True), (2, True)]
+)
+async def test_a_batch_comes_in_while_one_is_written_and_is_waited_for_when_called_off(
+    tmp_path, times, stuck, monkeypatch
+):
+    async with served(tmp_path) as (bench, client):
+        await bench.join()
+        monkeypatch.setattr(receiving, "BATCH_BYTES", 128)
+        loop, go_on, third = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        write = Draft.write_pieces
+
+        def slow(draft: Draft, *about: Any) -> None:
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+            write(draft, *about)
+
+        frame = bench.regions["paris"].frame(0)
+
+        async def body() -> AsyncIterator[bytes]:
+            for at in range(0, len(frame), 64):
+                if at == 128:
+                    third.set()
+                    if stuck:
+                        await asyncio.Event().wait()
+                yield frame[at : at + 64]
+
+        monkeypatch.setattr(Draft, "write_pieces", slow)
+        uploading = asyncio.create_task(
+            put(client, body(), path=contribution_path(0, "paris", 0, 1))
+        )
+        await asyncio.wait_for(third.wait(), 20)
+        for _ in range(times):
+            uploading.cancel()
+            await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.wait([uploading])
+        assert uploading.cancelled() == bool(times)
+        kept = set() if times else {open_frame(frame).digest}
+        assert bench.state.store.payloads() == kept
+        del uploading
         assert_nothing_open(tmp_path)
 
 
