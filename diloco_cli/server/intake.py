@@ -38,8 +38,8 @@ MOST_UPLOADS = 64
 """Uploads at the same time; each may make the server hold a flow-control window of bytes."""
 
 SMALL_BYTES = 256 << 20
-"""More uploads than that are welcome while all together have no more bytes than four windows:
-a refused one has sent its bytes for nothing, and sends them again."""
+"""More uploads than that are welcome while all together have no more bytes than half of what so
+many windows hold: a refused one has sent its bytes for nothing, and sends them again."""
 
 SHORT_BYTES = 4 << 20
 """Bodies up to this come from all regions at once: of each, half a batch is held."""

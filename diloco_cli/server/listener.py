@@ -28,8 +28,10 @@ from diloco_cli.server.sweep import connections, cut
 
 BACKLOG = 1024
 
-# Windows bound the bytes on the way in one direction: at 100 ms, 64 MiB are 5 Gbit/s.
-# Measured with 1 MiB, granian's default: 12.5 MB/s at 50 ms, whatever the line can do.
+# Windows bound the bytes on the way in one direction: at 100 ms, four connections of 8 MiB each
+# are 2.7 Gbit/s, and few kernels buffer as much. Measured with 1 MiB, granian's default: 12.5 MB/s
+# at 50 ms, whatever the line can do; with 64 MiB an upload on one machine is a seventh slower,
+# because what has arrived is cold when its turn comes, and a sender may fill that much memory.
 # What arrives changes threads three times a frame; in frames half as long, an upload costs
 # a sixth more. Much longer ones would be memory that is fresh from the system each time.
 HTTP2 = HTTP2Settings(
