@@ -9,6 +9,7 @@ loads what it needs when it runs.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -91,13 +92,17 @@ def _exit_code(arguments: list[str]) -> int:
         return 130
     except BrokenPipeError:
         # Whoever read our output has left; Python would complain once more while closing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except MemoryError as error:
         said = f": {error}" if str(error) else ""
         _say(f"There is not enough memory for this{said}.".replace("..", "."), _SMALLER)
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            _say(f"{error.filename or 'The output'} cannot be written: {error.strerror}.", _ROOM)
+            _drop_output()
+            return 1
         if hasattr(error, "format_message"):  # Raised by the option parser.
             return _usage(error)
         if "--debug" in arguments:
@@ -106,6 +111,13 @@ def _exit_code(arguments: list[str]) -> int:
         return 1
 
 
+def _drop_output() -> None:
+    """Lets Python throw away what it still means to write, without a word."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ROOM = "Free some space on that disk, or write elsewhere."
 _SMALLER = "Choose a smaller model or batch, or a machine with more memory."
 
 

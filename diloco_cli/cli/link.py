@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,6 +57,8 @@ class Asking:
                 raise _somebody_else(url) from error
             # Who asks for the status need not be told to ask for the status.
             hint = HINT if "diloco status" in (error.hint or "") else error.hint
+            if "broke" in error.message and _speaks_tls(url):
+                hint = f"It speaks TLS: try https{url.removeprefix('http')}, with --certs FOLDER."
             raise LinkError(error.message, hint=hint) from error
         except WireError as error:
             if "JSON object" in error.message:
@@ -81,6 +85,22 @@ def _speaks_of_other_things(url: str) -> bool:
     finally:
         asked.close()
     return not isinstance(said, dict) or not {"run", "error"} & set(said)
+
+
+def _speaks_tls(url: str) -> bool:
+    """Says whether a server that was asked in the clear would rather be asked over TLS."""
+    parts = urlsplit(url)
+    if parts.scheme != "http":
+        return False
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Nothing is said on it; who it is matters to the next call.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    where = (parts.hostname or "", parts.port or 80)
+    try:
+        with socket.create_connection(where, SOON.connect) as plain, context.wrap_socket(plain):
+            return True
+    except OSError:
+        return False
 
 
 def _somebody_else(url: str) -> LinkError:

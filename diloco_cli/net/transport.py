@@ -335,7 +335,8 @@ def checked_url(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL:
         parsed = httpx.URL()
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    port = parsed.port if parsed.port is not None else 1
+    if parsed.scheme not in ("http", "https") or not parsed.host or not 0 < port < 1 << 16:
         raise SpecError(
             f"{url!r} is not the URL of a server.",
             hint="It looks like http://127.0.0.1:8080.",
@@ -348,6 +349,10 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
+NO_TLS = ("WRONG_VERSION_NUMBER", "InvalidContentType")
+"""How OpenSSL and rustls call an answer in the clear."""
+
+
 def in_words(
     url: str, failure: Exception, allowed: float, tries: int, elapsed: float
 ) -> DilocoError:
@@ -356,6 +361,8 @@ def in_words(
         return failure.error
     effort = f"{tries} tries over {elapsed:.0f} s" if tries > 1 else "1 try"
     hint = f"Is the server up? Try `diloco status {url}`."
+    if any(words in str(failure) for words in NO_TLS):
+        hint = f"What answers there does not speak TLS: is it http{url.removeprefix('https')}?"
     if isinstance(failure, Later):
         said = f"{url} answered {failure.status}: {failure} ({effort})."
         return LinkError(said, hint=failure.hint or hint)

@@ -156,10 +156,18 @@ async def _farewell(coordinator: Coordinator, app: Guarded, folder: Path) -> int
     if state.failure is not None:
         raise _in_words(state.failure)
     await state.commit.close()
-    text = json.dumps(summary(coordinator), indent=2)
-    durable.keep_bytes(folder / "summary.json", text.encode() + b"\n")
+    if not _is_summed_up(folder):
+        text = json.dumps(summary(coordinator), indent=2)
+        durable.keep_bytes(folder / "summary.json", text.encode() + b"\n")
     say(f"{state.spec.name}: {state.word} ({state.ledger.finished or state.stopping})")
     return 0
+
+
+def _is_summed_up(folder: Path) -> bool:
+    """Whether the run was finished before: who serves its weights again adds nothing to it."""
+    with suppress(OSError, ValueError, AttributeError):
+        return json.loads((folder / "summary.json").read_bytes()).get("state") == "finished"
+    return False
 
 
 def _in_words(failure: BaseException) -> BaseException:

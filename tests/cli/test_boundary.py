@@ -152,3 +152,15 @@ def test_what_runs_before_that_question_is_readable_to_an_old_python(name: str):
             alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
         ]
         assert set(modules) <= {"sys"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_full_disk_behind_the_output_is_no_fault_of_ours():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "diloco_cli", "explain", "codec"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "error: The output cannot be written: No space left on device.\n"
+        "hint: Free some space on that disk, or write elsewhere.\n"
+    )

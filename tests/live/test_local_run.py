@@ -138,6 +138,12 @@ def test_whatever_is_killed_the_same_command_finishes_the_run(run_in):
     assert summary["tokens"]["applied"] >= 60_000
     assert accounted(summary["tokens"]) == pytest.approx(summary["tokens"]["trained"])
     run.until(lambda: run.pids() == [])
+    # Who serves a finished run has nothing to add to it.
+    before = (run.folder / "summary.json").read_bytes()
+    server = run.start("serve", str(run.folder / "spec.resolved.yaml"), "--dir", str(run.folder))
+    run.until(run.status)
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(60) == 0 and (run.folder / "summary.json").read_bytes() == before
 
 
 def test_a_region_joins_late_another_leaves_and_the_weights_are_there_for_all(run_in, tmp_path):

@@ -317,7 +317,19 @@ def test_large_bodies_get_the_time_they_need():
     assert timeouts.transfer(500_000_000) == 510
 
 
-@pytest.mark.parametrize("url", ["", "agg.example:8443", "ftp://x", "http://", "http://a:b", "x y"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "agg.example:8443",
+        "ftp://x",
+        "http://",
+        "http://a:b",
+        "x y",
+        "http://a:99999",
+        "http://a:0",
+    ],
+)
 def test_what_is_no_url_of_a_server_is_a_usage_error(url):
     with pytest.raises(SpecError, match="is not the URL of a server"):
         checked_url(url)
