@@ -122,6 +122,9 @@ _SMALLER = "Choose a smaller model or batch, or a machine with more memory."
 
 
 def _usage(error: Any) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":  # A group without a command is a question.
+        typer.echo(error.format_message(), err=True)
+        return 2
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "diloco"
     _say(error.format_message(), f"{path} --help")

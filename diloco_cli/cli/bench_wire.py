@@ -48,8 +48,9 @@ def wire_figures(
     Sizes and errors are those of the vector in `file` (.npy), or of pseudo-gradients from a
     minute's training, or without `train` of random numbers that look like them.
     """
+    given = _load(file) if file is not None else None  # Before minutes have passed.
     figures = speed_figures(parameters, tries)
-    up, down = _samples(file, train)
+    up, down = ([given], []) if given is not None else _samples(train)
     for kind in sorted(codecs.kinds(), key=lambda kind: -MOST_BITS.get(kind, 0)):
         if kind in MOST_BITS:
             figures += size_figures("up", {"kind": kind}, up, MOST_BITS[kind], MOST_ERROR[kind])
@@ -209,9 +210,7 @@ def student(size: int, seed: int = 0) -> np.ndarray:
     return values
 
 
-def _samples(file: Path | None, train: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    if file is not None:
-        return [_load(file)], []
+def _samples(train: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
     if not train:
         return [student(4 << 20, 1)], []
     from diloco_cli.cli.pseudo import quickstart_round
@@ -223,8 +222,9 @@ def _samples(file: Path | None, train: bool) -> tuple[list[np.ndarray], list[np.
 def _load(file: Path) -> np.ndarray:
     try:
         found = np.load(file, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{file} is no array: {error}", hint="numpy.save writes one.") from None
+    except (OSError, ValueError, EOFError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not in numpy's format"
+        raise SpecError(f"{file} is no array: {why}.", hint="numpy.save writes one.") from None
     if found.dtype != np.float32 or not found.size:
         raise SpecError(f"{file} holds {found.size} values of {found.dtype}, not of float32.")
     return found.reshape(-1)

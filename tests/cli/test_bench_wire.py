@@ -59,8 +59,26 @@ def test_a_merge_is_measured_beside_numpy():
 
 def test_a_vector_of_ones_own_can_be_measured(tmp_path):
     np.save(tmp_path / "delta.npy", student(5000).reshape(50, 100))
-    assert bench_wire._samples(tmp_path / "delta.npy", True)[0][0].shape == (5000,)
+    assert bench_wire._load(tmp_path / "delta.npy").shape == (5000,)
     np.save(tmp_path / "wide.npy", np.ones(3))
-    for name, said in (("wide.npy", "3 values of float64"), ("none.npy", "is no array")):
-        with pytest.raises(SpecError, match=said):
-            bench_wire._samples(tmp_path / name, True)
+    with pytest.raises(SpecError, match="3 values of float64"):
+        bench_wire._load(tmp_path / "wide.npy")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "No such file or directory"),
+        (b"", "not in numpy's format"),
+        (b"hi\n", "not in numpy"),
+    ],
+)
+def test_a_file_that_is_no_array_is_named_before_anything_is_measured(
+    tmp_path, capsys, content, why
+):
+    file = tmp_path / "given.npy"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SpecError, match=f"given.npy is no array: .*{why}") as refused:
+        wire_figures(file=file)
+    assert "pickle" not in refused.value.message and capsys.readouterr().err == ""

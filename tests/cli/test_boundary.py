@@ -164,3 +164,10 @@ def test_a_full_disk_behind_the_output_is_no_fault_of_ours():
         "error: The output cannot be written: No space left on device.\n"
         "hint: Free some space on that disk, or write elsewhere.\n"
     )
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("certs",)])
+def test_a_group_without_a_command_shows_what_there_is(group):
+    ended = run(*group)
+    assert ended.returncode == 2 and ended.stderr.startswith("Usage: diloco")
+    assert "error:" not in ended.stderr
