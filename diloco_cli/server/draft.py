@@ -21,19 +21,19 @@ class Draft:
     def __init__(self, path: Path, *, again: bool = False, length: int = 0) -> None:
         """With `again` it goes on with what may be there; `length` is what it will have.
 
+        It takes that much room when it is first written to, in a thread: some disks take long.
         Room that is taken at once is not looked for page by page, which is a third of what
         writing costs, and cannot be taken by somebody else.
         """
-        self.path, self.size, self.allocated = path, 0, False
+        self.path, self.size, self._wanted = path, 0, length
+        self.allocated = False
+        """Whether it has all its room already."""
         self._mapped: mmap.mmap | None = None
         new = 0 if again else os.O_EXCL
         with disk_errors(path):
             self._handle = os.open(path, os.O_RDWR | os.O_CREAT | new, 0o600)
-            try:
-                self.allocated = length > 0 and allocate(self._handle, length)
-            except OSError:
-                self.discard()
-                raise
+            if again:
+                self.allocated = 512 * os.fstat(self._handle).st_blocks >= length
 
     @property
     def closed(self) -> bool:
@@ -55,6 +55,7 @@ class Draft:
             pieces = [b"".join(pieces)]
         at = self.size if offset is None else offset
         with disk_errors(self.path):
+            self._take_room()
             written = os.pwritev(self._handle, pieces, at)
             if written < (length := sum(map(len, pieces))):
                 left = memoryview(b"".join(pieces))[written:]
@@ -64,6 +65,11 @@ class Draft:
         if offset is None:
             self.size += length
         reach("draft.written")
+
+    def _take_room(self) -> None:
+        wanted, self._wanted = self._wanted, 0
+        if wanted and not self.allocated:
+            self.allocated = allocate(self._handle, wanted)
 
     def read_at(self, offset: int, length: int) -> bytes:
         with disk_errors(self.path):

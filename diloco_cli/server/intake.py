@@ -17,7 +17,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -61,6 +61,7 @@ class Intake:
         self._coordinator = coordinator
         self._state = coordinator.state
         self._uploads = self._bytes = 0
+        self._arriving_whole: set[_Upload] = set()
         self._arriving: Counter[str] = Counter()
         self._locks: dict[str, asyncio.Lock] = {}
         self._parts = Parts(coordinator.state.store)
@@ -73,31 +74,53 @@ class Intake:
     ) -> rounds.Answer:
         """Reads one contribution and answers what becomes of it."""
         limit = self._limit(address)
-        with self._under_way(address, length, limit, length or limit):
-            short = (length or limit) <= SHORT_BYTES
-            # What others have been promised is not there for us.
-            upload = _Upload(self._state.store, self._bytes, 0 if short else length or 0)
-            under_way: asyncio.Future[None] | None = None
+        size = length or limit
+        with (
+            self._under_way(address, length, limit, size),
+            self._promising(size, take_room=bool(length) and size > SHORT_BYTES) as upload,
+        ):
             try:
-                waiting: Batch = []
-                # One batch comes in while the one before is written; the last is opened, too.
-                async for batch in batches(body, limit, SILENCE_SECONDS, short=short):
-                    if waiting:
-                        await _ended(under_way)
-                        under_way = self._begun(upload.write, waiting)
-                    waiting = batch
-                await _ended(under_way)
-                frame = await self._in_thread(self._arrived, address, upload, waiting, length)
+                last = await self._receive(body, upload, limit, short=size <= SHORT_BYTES)
+                frame = await self._in_thread(self._arrived, address, upload, last, length)
                 answer = await self._decide(address, upload.draft, frame)
                 await self._parts.forget(address)
                 return answer
             finally:
-                if under_way:
-                    await _settled(under_way)
-                    under_way.exception()  # Whoever sent it has heard of another one, or is gone.
-                    under_way = None  # Its error would know where it is kept, and keep the body.
                 if upload.begun and not upload.draft.closed:
                     await self._in_thread(upload.draft.discard)
+
+    @contextmanager
+    def _promising(self, size: int, *, take_room: bool) -> Iterator[_Upload]:
+        """Promises a body its room on the disk while it arrives, beside those that do already."""
+        promised = self._parts.missing + sum(other.missing for other in self._arriving_whole)
+        upload = _Upload(self._state.store, size, promised, take_room=take_room)
+        self._arriving_whole.add(upload)
+        try:
+            yield upload
+        finally:
+            self._arriving_whole.discard(upload)
+
+    async def _receive(
+        self, body: AsyncIterator[bytes], upload: _Upload, limit: int, *, short: bool
+    ) -> Batch:
+        """Writes a body, each batch while the next comes in; gives the last, not yet written."""
+        under_way: asyncio.Future[None] | None = None
+        waiting: Batch = []
+        try:
+            async for batch in batches(body, limit, SILENCE_SECONDS, short=short):
+                if waiting:
+                    await _ended(under_way)
+                    under_way = self._begun(upload.write, waiting)
+                waiting = batch
+            await _ended(under_way)
+            return waiting
+        finally:
+            if under_way:
+                called_off = await _settled(under_way)
+                under_way.exception()  # Whoever sent it has heard of another one, or is gone.
+                under_way = None  # Its error would know where it is kept, and keep the body.
+                if called_off:
+                    raise asyncio.CancelledError
 
     def _begun(self, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> asyncio.Future[T]:
         loop, bound = asyncio.get_running_loop(), partial(work, *args, **more)
@@ -144,6 +167,7 @@ class Intake:
             task = asyncio.create_task(self._decide_parts(address, found))
             self._deciding[key] = task
             task.add_done_callback(lambda done: self._decided(key, done))
+            del task  # Its error would know where it is kept, and keep the frame.
         return await asyncio.shield(self._deciding[key])
 
     def _decided(self, key: tuple[str, int, str], done: asyncio.Task[rounds.Answer]) -> None:
@@ -283,24 +307,33 @@ async def _ended(under_way: asyncio.Future[T] | None) -> T | None:
         del under_way  # An error that knew where it is kept would keep the body, too.
 
 
-async def _settled(under_way: asyncio.Future[Any]) -> None:
-    """Returns once a thread has done its work, however often we are called off meanwhile."""
+async def _settled(under_way: asyncio.Future[Any]) -> bool:
+    """Waits until a thread has done its work; says whether we were called off meanwhile."""
+    called_off = False
     while not under_way.done():
-        with suppress(asyncio.CancelledError):
+        try:
             await asyncio.wait([under_way])
+        except asyncio.CancelledError:
+            called_off = True
+    return called_off
 
 
 class _Upload:
     """A body on its way to a draft, which begins with its first bytes."""
 
-    def __init__(self, store: Store, room: int, length: int) -> None:
+    def __init__(self, store: Store, size: int, promised: int, *, take_room: bool) -> None:
+        """`size` bytes at most; `promised` are missing of others that came before."""
+        room, length = size + promised, size if take_room else 0
         self._begin = lambda: store.draft_payload(room, length=length)
-        self.begun = False
+        self.begun, self.missing = False, size
+        """What is neither here yet nor has its room."""
 
     def write(self, batch: Batch) -> None:
         if not self.begun:
             self.draft, self.begun = self._begin(), True
         self.draft.write_pieces(batch)
+        left = self.missing - sum(map(len, batch))
+        self.missing = 0 if self.draft.allocated else max(0, left)
 
 
 def _opened(draft: Draft) -> Frame | Denied:

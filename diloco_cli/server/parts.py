@@ -111,6 +111,12 @@ class Parts:
                 listed.address, listed.frame, listed.size, draft, list(listed.have)
             )
 
+    @property
+    def missing(self) -> int:
+        """Bytes of frames on their way that are neither here yet nor have their room."""
+        on_the_way = self._gathering.values()
+        return sum(each.missing for each in on_the_way if not each.draft.allocated)
+
     def have(self, address: Address, frame: str) -> list[Range]:
         """The ranges of this frame that are there."""
         found = self._gathering.get((address.region, address.fragment))
@@ -162,10 +168,7 @@ class Parts:
             mine = (found.address.epoch, found.address.clock)
             if mine > (address.epoch, address.clock):
                 raise _conflict(f"Frame {found.address.clock} is on its way already.", found)
-        # A draft that has its room already is not promised it again.
-        others = self._gathering.values()
-        missing = sum(each.missing for each in others if not each.draft.allocated)
-        draft = self._shelf.begin(address, part.frame, part.size, promised=missing)
+        draft = self._shelf.begin(address, part.frame, part.size, promised=self.missing)
         begun = self._gathering[key] = Gathering(address, part.frame, part.size, draft)
         if found:
             # A long file takes a tenth of the time to remove that it took to arrive.
@@ -193,7 +196,7 @@ class Parts:
         for key, found in list(self._gathering.items()):
             # Others may sweep while we wait for the disk.
             mine = self._gathering.get(key) is found
-            if mine and not found.writers and forgotten(found.draft):
+            if mine and not found.writers and forgotten(found.draft.path):
                 del self._gathering[key]
                 await self._discard(found)
 

@@ -115,26 +115,28 @@ class Shelf:
                 if not path.with_suffix(".bytes").exists():
                     path.unlink(missing_ok=True)
                 continue
-            draft = Kept(path, again=True)
-            if (listed := _read(draft)) is not None:
+            listed = _read(path)
+            draft = Kept(path, again=True, length=listed.size if listed else 0)
+            if listed is not None:
                 found.append((listed, draft))
             else:
                 draft.discard()
         yield from sorted(found, key=lambda each: (each[0].epoch, each[0].clock))
 
 
-def forgotten(draft: Kept) -> bool:
+def forgotten(path: Path) -> bool:
     """Whether nobody has gone on with a frame for a day."""
     try:
-        return time.time() - draft.path.stat().st_mtime > FORGET_SECONDS
+        return time.time() - path.stat().st_mtime > FORGET_SECONDS
     except OSError:
         return True
 
 
-def _read(draft: Kept) -> Listed | None:
+def _read(path: Path) -> Listed | None:
+    """What is listed of a frame, if that can be and is of use."""
     try:
-        listed = parse(Listed, draft.list.read_bytes())
-        long_enough = not listed.have or draft.path.stat().st_size >= listed.have[-1][1]
+        listed = parse(Listed, path.with_suffix(".have").read_bytes())
+        long_enough = not listed.have or path.stat().st_size >= listed.have[-1][1]
     except (OSError, WireError):
         return None
-    return listed if listed.sound and long_enough and not forgotten(draft) else None
+    return listed if listed.sound and long_enough and not forgotten(path) else None

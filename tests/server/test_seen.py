@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from rig import in_a_loop, make_recipe, make_spec
 from test_app import put, served
 
-from diloco_cli.server import archive, merging, receiving
+from diloco_cli.server import archive, intake, merging, receiving
 from diloco_cli.server.draft import Draft
+from diloco_cli.server.intake import Intake
 from diloco_cli.wire.frame import open_frame
 from diloco_cli.wire.messages import contribution_path
 
@@ -225,6 +227,85 @@ async def test_a_batch_comes_in_while_one_is_written_and_is_waited_for_when_call
         assert bench.state.store.payloads() == kept
         del uploading
         assert_nothing_open(tmp_path)
+
+
+@in_a_loop
+async def test_who_is_called_off_while_a_refused_body_is_still_written_hears_of_it(
+    tmp_path, monkeypatch
+):
+    async with served(tmp_path) as (bench, client):
+        await bench.join()
+        monkeypatch.setattr(receiving, "BATCH_BYTES", 128)
+        monkeypatch.setattr(Intake, "_limit", lambda *_: 150)
+        loop, go_on, last = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        write = Draft.write_pieces
+
+        def slow(draft: Draft, *about: Any) -> None:
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+            write(draft, *about)
+
+        async def body() -> AsyncIterator[bytes]:
+            for number in range(3):
+                if number == 2:
+                    last.set()
+                yield bytes(64)
+
+        monkeypatch.setattr(Draft, "write_pieces", slow)
+        path = contribution_path(0, "paris", 0, 1)
+        uploading = asyncio.create_task(put(client, body(), path=path))
+        await last.wait()
+        for _ in range(20):  # Until it has found that there are too many, and waits for the thread.
+            await asyncio.sleep(0)
+        uploading.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.wait([uploading])
+        assert uploading.cancelled()
+        del uploading
+        assert_nothing_open(tmp_path)
+
+
+@in_a_loop
+@pytest.mark.parametrize("allocates", [True, False])
+async def test_a_body_needs_no_room_that_others_have_taken_already(
+    tmp_path, monkeypatch, allocates
+):
+    if allocates and sys.platform != "linux":
+        pytest.skip("room is taken with a call of Linux")
+    async with served(tmp_path) as (bench, client):
+        await bench.join()
+        monkeypatch.setattr(receiving, "BATCH_BYTES", 128)
+        monkeypatch.setattr(intake, "SHORT_BYTES", 0 if allocates else 1 << 20)
+        asked, draft_payload = [], bench.state.store.draft_payload
+
+        def remember(size: int = 0, *, length: int = 0) -> Draft:
+            asked.append(size)
+            return draft_payload(size, length=length)
+
+        monkeypatch.setattr(bench.state.store, "draft_payload", remember)
+        first, second = (bench.regions[name].frame(0) for name in ("paris", "iowa"))
+        written, gate = asyncio.Event(), asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            for at in range(0, len(first), 64):
+                if at == 384:  # Which is not asked for before 128 bytes are on the disk.
+                    written.set()
+                    await gate.wait()
+                yield first[at : at + 64]
+
+        async def cut() -> AsyncIterator[bytes]:
+            yield first[:200]
+
+        path = contribution_path(0, "paris", 0, 1)
+        assert (await put(client, cut(), path=path, length=len(first))).status_code == 400
+        uploading = asyncio.create_task(put(client, body(), path=path, length=len(first)))
+        await written.wait()
+        assert (await put(client, second)).status_code == 201
+        gate.set()
+        assert (await uploading).status_code == 201
+        assert asked[:2] == [len(first), len(first)], "a body that is gone needs no room"
+        missing = asked[2] - len(second)
+        assert missing == 0 if allocates else len(first) - 320 <= missing <= len(first) - 256
 
 
 def assert_nothing_open(folder: Path, *, collect: bool = True) -> None:
