@@ -195,13 +195,7 @@ async def test_a_batch_comes_in_while_one_is_written_and_is_waited_for_when_call
     async with served(tmp_path) as (bench, client):
         await bench.join()
         monkeypatch.setattr(receiving, "BATCH_BYTES", 128)
-        loop, go_on, third = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        write = Draft.write_pieces
-
-        def slow(draft: Draft, *about: Any) -> None:
-            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
-            write(draft, *about)
-
+        third, go_on = asyncio.Event(), hold_writes(monkeypatch)
         frame = bench.regions["paris"].frame(0)
 
         async def body() -> AsyncIterator[bytes]:
@@ -212,7 +206,6 @@ async def test_a_batch_comes_in_while_one_is_written_and_is_waited_for_when_call
                         await asyncio.Event().wait()
                 yield frame[at : at + 64]
 
-        monkeypatch.setattr(Draft, "write_pieces", slow)
         uploading = asyncio.create_task(
             put(client, body(), path=contribution_path(0, "paris", 0, 1))
         )
@@ -237,12 +230,7 @@ async def test_who_is_called_off_while_a_refused_body_is_still_written_hears_of_
         await bench.join()
         monkeypatch.setattr(receiving, "BATCH_BYTES", 128)
         monkeypatch.setattr(Intake, "_limit", lambda *_: 150)
-        loop, go_on, last = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        write = Draft.write_pieces
-
-        def slow(draft: Draft, *about: Any) -> None:
-            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
-            write(draft, *about)
+        last, go_on = asyncio.Event(), hold_writes(monkeypatch)
 
         async def body() -> AsyncIterator[bytes]:
             for number in range(3):
@@ -250,7 +238,6 @@ async def test_who_is_called_off_while_a_refused_body_is_still_written_hears_of_
                     last.set()
                 yield bytes(64)
 
-        monkeypatch.setattr(Draft, "write_pieces", slow)
         path = contribution_path(0, "paris", 0, 1)
         uploading = asyncio.create_task(put(client, body(), path=path))
         await last.wait()
@@ -306,6 +293,18 @@ async def test_a_body_needs_no_room_that_others_have_taken_already(
         assert asked[:2] == [len(first), len(first)], "a body that is gone needs no room"
         missing = asked[2] - len(second)
         assert missing == 0 if allocates else len(first) - 320 <= missing <= len(first) - 256
+
+
+def hold_writes(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """From now on every write to a draft waits for the event."""
+    loop, go_on, write = asyncio.get_running_loop(), asyncio.Event(), Draft.write_pieces
+
+    def slow(draft: Draft, *about: Any) -> None:
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+        write(draft, *about)
+
+    monkeypatch.setattr(Draft, "write_pieces", slow)
+    return go_on
 
 
 def assert_nothing_open(folder: Path, *, collect: bool = True) -> None:
