@@ -14,9 +14,10 @@ from diloco_cli.server.limits import check_drip
 
 BATCH_BYTES = 1 << 20
 
-LINGER_BYTES = 16 << 20
+LINGER_BYTES = 72 << 20
 LINGER_SECONDS = 2.0
-"""How much of a body, and for how long, is still taken in after it was refused."""
+"""How much of a body, and for how long, is still taken in after it was refused: some clients hear
+nothing before they have said everything."""
 
 AGAIN = "It was cut or changed on its way; send it again."
 
