@@ -71,11 +71,6 @@ def load_run(path: str | FilePath, overrides: Sequence[str] = ()) -> Loaded:
     return load_spec(path, overrides, also=faults)
 
 
-def check(loaded: Loaded) -> None:
-    """Raises what only the kinds themselves can say about a spec that loads."""
-    loaded.refuse(faults(loaded.spec))
-
-
 def resolve(spec: RunSpec) -> Parts:
     """Makes the parts that server and workers share."""
     load_plugins(spec)

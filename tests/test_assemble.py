@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco_cli import assemble
-from diloco_cli.spec.load import Problem, SpecErrors, load_spec
+from diloco_cli.spec.load import Problem, SpecErrors
 from diloco_cli.spec.schema import RunSpec
 
 SMOKE = Path(__file__).parent.parent / "pipelines" / "smoke.yaml"
@@ -80,13 +80,6 @@ def test_wrong_kinds_and_wrong_values_are_reported_together():
 
 def test_a_section_that_cannot_be_read_says_nothing_about_its_kind():
     assert [problem.key for problem in problems("merge=radial")] == ["merge"]
-
-
-def test_a_spec_that_was_only_loaded_can_be_checked_later():
-    loaded = load_spec(SMOKE, ["merge.kind=mode"])
-    with pytest.raises(SpecErrors, match="There is no merge rule called 'mode'"):
-        assemble.check(loaded)
-    assemble.check(load_spec(SMOKE))
 
 
 def test_a_plugin_may_bring_its_own_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

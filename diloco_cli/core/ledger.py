@@ -96,15 +96,10 @@ class Slot:
     @classmethod
     def of(cls, record: Record) -> Slot:
         """A slot as a snapshot has it."""
-        known = dict(record)
-        if "sources" in known:  # From when every version was stored as a whole.
-            last = {"receipts": known.pop("sources"), "drain": known.pop("drained")}
-            newest = {"version": known["version"], "state": known["state"], **last}
-            known["made"] = [newest] if known["version"] else []
-        slot = cls(**known)
+        slot = cls(**record)
         for name in ("waiting", "closing"):
             setattr(slot, name, {key: Receipt(**it) for key, it in getattr(slot, name).items()})
-        slot.made = [Made.of(each) for each in known["made"]]
+        slot.made = [Made.of(each) for each in record["made"]]
         slot.decided = {key: Decision(**it) for key, it in record["decided"].items()}
         slot.norms = Norms(**{key: tuple(seen) for key, seen in record["norms"].items()})
         return slot

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from diloco_cli.registry import Registry
-
 ERROR_LINES = 12
 TAIL_BYTES = 64_000
 
@@ -61,9 +59,6 @@ class Launcher(Protocol):
     ) -> None: ...
 
 
-launchers: Registry[Launcher] = Registry("launcher")
-
-
 @dataclass(frozen=True)
 class LocalLauncher:
     """Subprocesses of this one, with their logs in one folder."""
@@ -103,9 +98,6 @@ class LocalLauncher:
         # Also those that ended: something they started may be left in their session.
         for handle in handles:
             handle.kill()
-
-
-launchers.register("local")(LocalLauncher)
 
 
 class LocalProcess:

@@ -88,37 +88,6 @@ def participation(rounds: int, contributions: int, regions: int) -> float | None
     return contributions / (rounds * regions) if rounds and regions else None
 
 
-def participation_in(events: Iterable[Event], regions: int) -> float | None:
-    """The same from the run log, for as many of its events as are given."""
-    members = [len(event.fields.get("members") or ()) for event in events if _merged(event)]
-    return participation(len(members), sum(members), regions)
-
-
-def _merged(event: Event) -> bool:
-    return event.kind == "published"
-
-
-def recoveries(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Lists, for each trainer that died, how long its region stood still and why, in seconds.
-
-    `start`, `fetch` and `compile` are the parts of the next start that came to a step; `total`
-    counts from the moment the agent noticed, and `lost` is in tokens. What has not come to a
-    step yet is left out.
-    """
-    died: dict[str, float] = {}
-    found = []
-    for event in events:
-        region = event.fields.get("region")
-        if event.kind == "trainer-died" and region not in died:
-            died[str(region)] = event.time
-        if event.kind == "first-step" and (since := died.pop(str(region), None)) is not None:
-            parts = {"start": "import", "fetch": "restore", "compile": "compile"}
-            took = {name: event.fields.get(key) for name, key in parts.items()}
-            total, lost = event.time - since, event.fields.get("lost")
-            found.append({"region": region, "at": since, "total": total, "lost": lost, **took})
-    return found
-
-
 def blocked_share(blocked: float, worked: float) -> float | None:
     """Says which share of a trainer's time the exchange held up; None before its first steps.
 
@@ -131,11 +100,6 @@ def blocked_share(blocked: float, worked: float) -> float | None:
 def staleness(published: Sequence[int], adopted: Sequence[int]) -> int:
     """Says how many versions the furthest fragment of a region is behind."""
     return max((max(0, new - old) for new, old in zip(published, adopted, strict=True)), default=0)
-
-
-def unaccounted(tokens: Mapping[str, float]) -> float:
-    """Says how many trained tokens have no fate; 0 in a healthy run."""
-    return tokens.get("trained", 0) - sum(tokens.get(fate, 0) for fate in FATES)
 
 
 def seconds_left(points: Sequence[tuple[float, float]], budget: float) -> float | None:

@@ -6,16 +6,15 @@ import errno
 import mmap
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from diloco_cli.errors import StoreError, WireError
 from diloco_cli.server.claim import FROM_COPY
-from diloco_cli.wire.digest import OLD_DIGITS, state_digest, vector_digest
+from diloco_cli.wire.digest import state_digest, vector_digest
 from diloco_cli.wire.frame import open_frame
 
 READ_BYTES = 1 << 18
@@ -38,8 +37,6 @@ class FragmentState:
     published: np.ndarray
     names: tuple[str, ...] = field(default=(), kw_only=True)
     """Digests of the three, if whoever made them knows."""
-    called: str = field(default="", kw_only=True)
-    """The digest that its file has."""
 
     @property
     def vectors(self) -> dict[str, np.ndarray]:
@@ -50,17 +47,6 @@ class FragmentState:
         """Of every bit; two states are the same exactly if it is."""
         names = self.names or map(vector_digest, self.vectors.values())
         return state_digest(dict(zip(self.vectors, names, strict=True)))
-
-    def digest_like(self, said: str) -> str:
-        """The digest, of the kind that is said: BLAKE3 in stores of version 2 and before."""
-        if len(said) != OLD_DIGITS:
-            return self.digest
-        summary = blake3()
-        for name, values in self.vectors.items():
-            values = np.ascontiguousarray(values, np.dtype("<f4"))
-            summary.update(f"{name} {values.size}\n".encode())
-            summary.update(values.view(np.uint8).data)
-        return summary.hexdigest()
 
 
 class Archive:
@@ -104,8 +90,7 @@ class Archive:
         except (SafetensorError, OSError) as error:
             raise StoreError(f"{path} cannot be read: {error}.", hint=FROM_COPY) from error
         said = (about.get("fragment"), about.get("version"), about.get("digest"))
-        state = replace(state, called=said[2] or "")
-        found = (str(fragment), str(version), state.digest_like(state.called))
+        found = (str(fragment), str(version), state.digest)
         if said != found:
             raise StoreError(
                 f"{path} is damaged: it says fragment, version, digest are {said}, "

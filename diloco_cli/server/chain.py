@@ -12,13 +12,13 @@ torn tail from damage. A crash can spoil only what was not yet durable, so a bad
 with no later proof that it was durable is cut off (nobody was ever told about it), and
 a bad record with such proof means that the file was damaged and must be repaired.
 
-    schema 1   {"journal": 1, "run": id}
-    schema 2   {"journal": 2, "run": id, "base": n, "chain": c, "settled": m}
+    new         {"journal": 1, "run": id}
+    compacted   {"journal": 1, "run": id, "base": n, "chain": c, "settled": m}
 
-Schema 2 is a compacted journal: records up to `base` are gone, `chain` is theirs, record
-`base` + 1 is a snapshot of what they amounted to, and records up to `settled` were durable
-when the file was made. The header's framing stays as it is in every later schema, so that
-any version can at least read which one it has before it.
+In a compacted journal the records up to `base` are gone, `chain` is theirs, record `base` + 1
+is a snapshot of what they amounted to, and records up to `settled` were durable when the file
+was made. The header's framing stays the same in every schema, so that any version can read
+which schema it has before it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from typing import Any, NamedTuple
 
 from diloco_cli.errors import StoreError
 
-SCHEMA = 2
-"""The newest form this version reads. It goes on in the form it finds; compacting makes 2."""
-
+SCHEMA = 1
 MAGIC = b"\xd1LJ\x01"  # Not UTF-8, so it never occurs inside a body.
 HEAD = struct.Struct("<4sIQQ32s")
 CRC = struct.Struct("<I")
@@ -72,7 +70,7 @@ class Content:
 
 
 def header(run: str) -> Entry:
-    return entry(0, b"", {"journal": 1, "run": run})
+    return entry(0, b"", {"journal": SCHEMA, "run": run})
 
 
 def entry(number: int, chain: bytes, record: Mapping[str, Any]) -> Entry:
@@ -156,7 +154,7 @@ def compacted(path: Path, data: bytes, number: int, *, run: str, settled: int) -
     if found is None or found.number != number:
         raise StoreError(f"{path}: record {number} cannot be read again.", hint=RESTORE)
     about = {
-        "journal": 2,
+        "journal": SCHEMA,
         "run": run,
         "base": number - 1,
         "chain": chain.hex(),
@@ -167,12 +165,12 @@ def compacted(path: Path, data: bytes, number: int, *, run: str, settled: int) -
 
 def _checked(path: Path, about: dict[str, Any]) -> dict[str, Any]:
     schema, run = about.get("journal"), about.get("run")
-    if not isinstance(schema, int) or not isinstance(run, str) or schema < 1:
+    if not isinstance(schema, int) or not isinstance(run, str):
         raise StoreError(f"{path} does not begin with a journal's header.", hint=RESTORE)
-    if schema > SCHEMA:
+    if schema != SCHEMA:
         raise StoreError(
-            f"{path} has schema {schema}, this version of diloco reads up to {SCHEMA}.",
-            hint="Start the server with the version of diloco that wrote it, or a newer one.",
+            f"{path} has schema {schema}, this version of diloco reads {SCHEMA}.",
+            hint="Start the server with the version of diloco that wrote it.",
         )
     return about
 

@@ -14,12 +14,8 @@ from diloco_cli.server import durable
 from diloco_cli.server.durable import disk_errors
 from diloco_cli.server.journal import Journal, Notice, read_journal
 
-STORE = 3
-"""Version of the folder's form. Older ones are gone on with, newer ones are refused.
-
-1: every version is stored as a whole. 2: some are, the others are made again. 3: vectors and
-states are named by XXH3; older names are by BLAKE3 and stay.
-"""
+STORE = 1
+"""Version of the folder's form; any other is refused."""
 
 FROM_COPY = "Restore the server folder from a copy."
 
@@ -59,8 +55,7 @@ def open_run(
     known = {"store": STORE, "run": journal.run, "layout_digest": layout, "spec_digest": spec}
     try:
         if about.exists():
-            if _check_run(about, known) < STORE:
-                durable.keep_bytes(about, json.dumps(known, indent=2).encode())
+            _check_run(about, known)
         elif records:
             raise StoreError(
                 f"{path} has {len(records)} records, but {about} is missing.", hint=FROM_COPY
@@ -86,17 +81,17 @@ def check_folder(folder: Path, layout: str, spec: str) -> None:
     _check_run(folder / "run.json", wanted)
 
 
-def _check_run(path: Path, wanted: dict[str, Any]) -> int:
-    """Raises unless the folder is the wanted run's; gives the version of its form."""
+def _check_run(path: Path, wanted: dict[str, Any]) -> None:
+    """Raises unless the folder is the wanted run's."""
     try:
         found = json.loads(path.read_bytes())
         form, run = int(found["store"]), found["run"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{path} cannot be read: {error}.", hint=FROM_COPY) from error
-    if form > STORE:
+    if form != STORE:
         raise StoreError(
-            f"{path} has store version {form}, this version of diloco reads up to {STORE}.",
-            hint="Start the server with the version of diloco that wrote it, or a newer one.",
+            f"{path} has store version {form}, this version of diloco reads {STORE}.",
+            hint="Start the server with the version of diloco that wrote it.",
         )
     if run != wanted["run"]:
         raise StoreError(f"{path} is of run {run}, the journal of {wanted['run']}.", hint=FROM_COPY)
@@ -107,4 +102,3 @@ def _check_run(path: Path, wanted: dict[str, Any]) -> int:
                 f"the spec's is {wanted[key][:12]}.",
                 hint="Use the spec this run began with, another folder with --dir, or --fresh.",
             )
-    return form

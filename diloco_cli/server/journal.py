@@ -1,9 +1,8 @@
 """What the server decided, in order, for ever.
 
 An append-only file of records (see `chain` for its form). `append` gives a record its
-place, `sync` makes everything before it durable, one fsync for all that wait. When it has
-grown long, a snapshot is appended like any record and `compact` leaves out what came
-before it: numbers and chain go on.
+place, `sync` makes all of them durable with one flush. When it has grown long, a snapshot is
+appended like any record and `compact` leaves out what came before it: numbers and chain go on.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Condition
+from threading import Lock
 from typing import Any
 
 from diloco_cli.errors import StoreError
@@ -36,17 +35,17 @@ def read_journal(path: Path) -> Content:
 class Journal:
     """Appends in order; `sync` makes durable.
 
-    Safe to use from many threads. A failed fsync ends the journal for good: the kernel
-    forgets what it could not write, so trying again would only seem to succeed.
+    One thread appends; another may `sync` or `compact` meanwhile. A failed flush ends the
+    journal for good: the kernel forgets what it could not write, so trying again would only
+    seem to succeed.
     """
 
     def __init__(self, path: Path, run: str, last: Entry, stop: int, base: int = 0) -> None:
         self.path, self.run, self.base = path, run, base
         with disk_errors(path):
             self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._turn = Condition()
+        self._file = Lock()  # Held by whichever call writes to the file.
         self._waiting: list[Entry] = []
-        self._writing = False
         self._last, self._chain = last.number, last.chain
         self._durable, self._stop = last.number, stop
         self._dead = ""
@@ -88,61 +87,41 @@ class Journal:
 
     def append(self, record: Mapping[str, Any]) -> int:
         """Gives the record its number and its place; durable only after `sync`."""
-        with self._turn:
-            self._refuse_if_dead()
-            entry = chain.entry(self._last + 1, self._chain, record)
-            self._waiting.append(entry)
-            self._last, self._chain = entry.number, entry.chain
+        self._refuse_if_dead()
+        entry = chain.entry(self._last + 1, self._chain, record)
+        self._waiting.append(entry)
+        self._last, self._chain = entry.number, entry.chain
         reach("journal.appended")
         return entry.number
 
-    def sync(self, number: int | None = None) -> None:
-        """Returns once every record up to `number` (or the newest) is durable.
+    def sync(self) -> None:
+        """Returns once every record appended before the call is durable.
 
         On DiskFull the records keep their places and a later `sync` tries again, so an
         answer that rests on any record, also one recorded earlier, needs its `sync`.
         """
-        while True:
-            with self._turn:
-                self._refuse_if_dead()
-                wanted = self._last if number is None else number
-                if wanted > self._last:
-                    raise ValueError(f"record {wanted} does not exist; the newest is {self._last}")
-                if self._durable >= wanted:
-                    return
-                if self._writing:
-                    self._turn.wait()
-                    continue
-                self._writing = True
-                batch = tuple(self._waiting)
-            self._commit(batch)
+        with self._file:
+            self._refuse_if_dead()
+            if batch := tuple(self._waiting):  # More may be appended from here on.
+                self._commit(batch)
 
     def compact(self, number: int) -> None:
-        """Leaves out what came before record `number`, a durable snapshot; others wait.
+        """Leaves out what came before record `number`, a snapshot.
 
         On DiskFull everything stays as it was.
         """
-        self.sync(number)
-        with self._turn:
-            while self._writing:
-                self._turn.wait()
+        self.sync()
+        with self._file:
             self._refuse_if_dead()
-            self._writing = True
-        try:
-            self._rewrite(number)
-        except DiskFull:
-            if os.fstat(self._handle).st_ino == self.path.stat().st_ino:
-                raise
-            # It has its name and may lose it again: which file will be here is not known.
-            self._dead = f"{self.path} could not be compacted."
-            self._refuse_if_dead()
-        except (OSError, StoreError) as error:
-            self._dead = f"{self.path} could not be compacted: {error}."
-            self._refuse_if_dead()
-        finally:
-            with self._turn:
-                self._writing = False
-                self._turn.notify_all()
+            try:
+                self._rewrite(number)
+            except DiskFull:
+                if os.fstat(self._handle).st_ino == self.path.stat().st_ino:
+                    raise
+                # It has its name and may lose it again: which file will be here is not known.
+                self._end(f"{self.path} could not be compacted.")
+            except (OSError, StoreError) as error:
+                self._end(f"{self.path} could not be compacted: {error}.")
 
     def close(self) -> None:
         """Makes everything durable and lets the file go."""
@@ -150,7 +129,7 @@ class Journal:
             if not self._dead:
                 self.sync()
         finally:
-            with self._turn:
+            with self._file:
                 if self._handle >= 0:
                     os.close(self._handle)
                 self._handle, self._dead = -1, self._dead or f"{self.path} is closed."
@@ -164,24 +143,17 @@ class Journal:
         self._stop, self.base = len(short), number - 1
 
     def _commit(self, batch: tuple[Entry, ...]) -> None:
-        """Writes a batch and flushes it; only one thread is ever in here."""
-        size = 0
+        """Writes a batch and flushes it."""
         try:
             size = self._write(b"".join(chain.frame(e, settled=batch[0].number) for e in batch))
             reach("journal.written")
             os.fdatasync(self._handle)
             reach("journal.flushed")
-        except DiskFull:
-            raise
         except OSError as error:
-            self._dead = f"{self.path} could not be made durable: {error.strerror or error}."
-        finally:
-            with self._turn:
-                if size and not self._dead:
-                    self._durable, self._stop = batch[-1].number, self._stop + size
-                    del self._waiting[: len(batch)]
-                self._writing = False
-                self._turn.notify_all()
+            self._end(f"{self.path} could not be made durable: {error.strerror or error}.")
+        else:
+            self._durable, self._stop = batch[-1].number, self._stop + size
+            del self._waiting[: len(batch)]
 
     def _write(self, data: bytes) -> int:
         done = 0
@@ -195,6 +167,10 @@ class Journal:
             with disk_errors(self.path):
                 raise
         return done
+
+    def _end(self, why: str) -> None:
+        self._dead = why
+        self._refuse_if_dead()
 
     def _refuse_if_dead(self) -> None:
         if self._dead:

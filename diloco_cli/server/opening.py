@@ -83,8 +83,7 @@ def _newest(recipe: Recipe, store: Store, ledger: Ledger) -> list[Version]:
     versions = []
     for fragment, slot in enumerate(ledger.slots):
         state = brought_back(recipe, store, fragment, slot)
-        # Version 0 is on no record. Regions call it as its maker did, who may be older than this.
-        digest = slot.published or vector_digest(state.published, like=state.called)
+        digest = slot.published or vector_digest(state.published)  # Version 0 is on no record.
         versions.append(Version(slot.version, state, digest, dict(slot.merged), slot.members))
     return versions
 

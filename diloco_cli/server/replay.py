@@ -142,14 +142,8 @@ def brought_back(recipe: Recipe, store: Store, fragment: int, slot: Slot) -> Fra
 
 def _compare(path: Path, number: int, record: Any, ledger: Ledger, tally: Tally) -> None:
     """A snapshot must say what the records before it amount to."""
-    there = Ledger.empty(0)
-    there.restore(record["ledger"])  # An older one has another form.
-    for what, found, known in (
-        ("ledger", ledger.snapshot(), there.snapshot()),
-        ("tally", tally.snapshot(), record["tally"]),
-    ):
-        # What an older program did not count yet, its snapshots do not say.
-        parts = [key for key in found if key in record[what] and found[key] != known.get(key)]
+    for what, found in (("ledger", ledger.snapshot()), ("tally", tally.snapshot())):
+        parts = [key for key in found if found[key] != record[what].get(key)]
         if parts:
             raise StoreError(
                 f"{path}: record {number} is a snapshot that disagrees with the records before "
@@ -225,7 +219,7 @@ def _again(
 
 
 def _check(fragment: int, step: Step, state: FragmentState, how: str) -> None:
-    if step.state and (found := state.digest_like(step.state)) != step.state:
+    if step.state and (found := state.digest) != step.state:
         raise StoreError(
             f"Version {step.version} of fragment {fragment}, {how}, has the digest "
             f"{found[:12]}; the journal says {step.state[:12]}.",

@@ -174,7 +174,7 @@ class Tally:
         }
         self._owner = dict(record["owner"])
         for name in SUMS:
-            kept = record.get(name, getattr(self, name))  # An older program knew fewer.
+            kept = record[name]
             setattr(self, name, dict(kept) if isinstance(kept, dict) else kept)
 
     def account(self, region: str) -> Account:

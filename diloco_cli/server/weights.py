@@ -27,7 +27,7 @@ from diloco_cli.server.reading import PIECE_BYTES, Reading, Ready
 from diloco_cli.server.recipe import Recipe
 from diloco_cli.server.store import Store
 from diloco_cli.wire.codec import codecs
-from diloco_cli.wire.digest import OLD_DIGITS, vector_digest
+from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import pack
 from diloco_cli.wire.messages import Links, version_path
 
@@ -125,13 +125,13 @@ class Weights:
         """The whole model at one clock; None when some fragment no longer has that version."""
         if version is None:
             taken = [(each.number, each.state.published) for each in self.newest]
-            digests = [_name(each) for each in self.newest]
+            digests = [each.digest for each in self.newest]
             return Model(self.recipe.layout, self._store.run, taken, digests)
         vectors, digests = [], []
         for fragment, newest in enumerate(self.newest):
             if version == newest.number:
                 vectors.append((version, newest.state.published))
-                digests.append(_name(newest))
+                digests.append(newest.digest)
                 continue
             past = version < newest.number
             published = self._store.published(fragment, version) if past else None
@@ -156,12 +156,6 @@ class Weights:
 
     def _whole_path(self, fragment: int, number: int) -> Path:
         return self._cache / f"{fragment}-v{number:08d}.whole"
-
-
-def _name(version: Version) -> str:
-    """What its published vector is called for good: one of an older store is by another name."""
-    old = len(version.digest) == OLD_DIGITS
-    return vector_digest(version.state.published) if old else version.digest
 
 
 def _last_bytes(path: Path) -> str:

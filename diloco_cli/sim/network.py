@@ -81,12 +81,6 @@ class Link:
             return UNSHAPED
         return max(1, round(self.rate / 8 * (self.round_trip + self.queue)))
 
-    def throughput(self, connections: int = 1) -> float:
-        """Bits a second that many connections get together, once they are up to speed."""
-        if self.window is None or not self.delay:
-            return self.rate
-        return min(self.rate, connections * self.window * 8 / self.round_trip)
-
     def after(self, start: Seconds, seconds: Seconds) -> Seconds:
         """Says when `seconds` of working time are over, from `start` on."""
         now = start

@@ -32,8 +32,6 @@ CHUNK = 1 << 18
 PIECES = 32
 """A gradient has about so many chunks, so that the first is back before the last has left."""
 HEAD = struct.Struct("!BIIQI")
-TYPES = {"fp32": 4, "bf16": 2}
-"""Bytes a value of a gradient takes on the way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,11 +83,6 @@ class Loaded:
     def locate(self, path: Path) -> Mark:
         return self.document.locate(path)
 
-    def refuse(self, faults: Iterable[Fault]) -> None:
-        """Raises what a later check found, at the place in the file."""
-        if found := [_problem(self.document, fault) for fault in faults]:
-            raise SpecErrors(self.document.locate(()).file, sorted(found, key=_order))
-
 
 def load_spec(
     path: str | FilePath, overrides: Sequence[str] = (), *, also: Check | None = None

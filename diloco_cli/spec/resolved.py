@@ -21,9 +21,6 @@ from diloco_cli.spec.schema import RunSpec
 
 FILE = "spec.resolved.yaml"
 
-LATER = {"server.store.whole": 4}
-"""Options that came later, and what they are in a run that began without them."""
-
 
 def resolved(spec: RunSpec) -> dict[str, Any]:
     """Spells out every key that has a meaning for this run, as plain data."""
@@ -72,7 +69,6 @@ def write_resolved(spec: RunSpec, folder: str | Path, *, apart: str | None = Non
 
 def _same(spec: RunSpec, file: Path, apart: str | None) -> None:
     there, here = dict(_flat(_before(file))), dict(_flat(resolved(spec)))
-    there = {key: value for key, value in LATER.items() if key in here} | there
     keys = [key for key in [*here, *there] if here.get(key, "…") != there.get(key, "…")]
     keys = [key for key in keys if key.partition(".")[0] != apart]
     if keys:

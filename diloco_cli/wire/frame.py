@@ -129,7 +129,7 @@ class Frame:
         """
         base = vector(weights)
         _refuse_unfitting(base, self.header.size)
-        sums, digest = fresh(base.size), VectorHash(like=self.header.published)
+        sums, digest = fresh(base.size), VectorHash()
 
         def add(place: int, span: slice) -> None:
             plus_into(self.codec, self.body(place), base[span], sums[span])

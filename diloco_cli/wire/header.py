@@ -27,8 +27,7 @@ Amount = Annotated[float, Field(ge=0, le=2**53 - 1)]
 Balance = Annotated[float, Field(ge=-1, le=2**53 - 1)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 MaybeDigest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
-MaybeVector = Annotated[str, Field(pattern=r"^([0-9a-f]{32}|[0-9a-f]{64})?$")]
-"""What `digest` calls a vector, or an older version did."""
+MaybeVectorDigest = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 Region = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?$")]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 ShortName = Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
@@ -79,7 +78,7 @@ class Header:
     members: list[Region] = field(default_factory=list)
     """delta, whole: regions merged into this very version."""
 
-    published: MaybeVector = ""
+    published: MaybeVectorDigest = ""
     """delta, whole: digest of the published vector of `version`."""
 
 

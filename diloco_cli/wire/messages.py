@@ -24,7 +24,7 @@ from pydantic import (
 from diloco_cli.errors import WireError
 from diloco_cli.registry import in_words
 
-WIRE_VERSION = 2
+WIRE_VERSION = 1
 """Of the API and of the frames that travel over it; both sides must have the same."""
 
 RUN_HEADER = "diloco-run"
@@ -50,8 +50,7 @@ Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(max_length=1000)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-VectorDigest = Annotated[str, Field(pattern=r"^([0-9a-f]{32}|[0-9a-f]{64})$")]
-"""What `digest` calls a vector, or an older version did."""
+VectorDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
 

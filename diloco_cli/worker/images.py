@@ -44,7 +44,7 @@ class Shelf:
             return
         if image is None:
             return
-        if vector_digest(image.weights, image.published) == image.published:
+        if vector_digest(image.weights) == image.published:
             self.holds[number] = Holding(version=image.version, digest=image.published)
         else:
             self._wrong[number] = f"our copy of version {image.version} was damaged on disk"
@@ -105,7 +105,7 @@ def bring_up(server: Server, fragment: int, have: Image | None, version: int) ->
 
 def _refuse_other_history(fragment: int, have: Image, last: Frame, image: Image) -> None:
     """Raises if our weights are sound and the server's are, but theirs do not follow ours."""
-    sound = vector_digest(have.weights, have.published) == have.published
+    sound = vector_digest(have.weights) == have.published
     if sound and last.header.published == image.published:
         raise other_history(fragment, have.version, "what the server published after it")
 
@@ -137,7 +137,7 @@ def add_up(have: Image, chain: Sequence[Frame]) -> Image | None:
 def unpack(frame: Frame) -> Image:
     """Reads a whole version, bit for bit."""
     said, weights = frame.header, frame.values()
-    digest = vector_digest(weights, said.published)
+    digest = vector_digest(weights)
     if digest != said.published:
         raise WireError(
             f"Version {said.version} of fragment {said.fragment} hashes to {digest[:12]}…, "

@@ -270,7 +270,7 @@ class Play:
 
     async def _ask_to_stop(self) -> None:
         with suppress(Exception):
-            await self.network.ask("person", "POST", "/v1/stop", {"diloco-wire": "2"})
+            await self.network.ask("person", "POST", "/v1/stop", {"diloco-wire": "1"})
 
     def _stop_worker(self, worker: Worker, kind: str) -> None:
         self.audit.restless.add(worker.region)

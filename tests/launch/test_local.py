@@ -15,7 +15,6 @@ from diloco_cli.launch.local import (
     Role,
     deal_cores,
     last_error,
-    launchers,
     serve_role,
     work_role,
 )
@@ -157,7 +156,3 @@ def test_processes_can_be_told_apart_by_their_arguments():
 @pytest.mark.parametrize("region, name", [("left", "left"), ("server", "server.region")])
 def test_no_region_shares_its_log_with_the_server(region, name):
     assert work_role(Path("s"), Path("f"), region, url="u", cores=()).name == name
-
-
-def test_the_launcher_can_be_named():
-    assert launchers.build({"kind": "local", "logs": "x"}) == LocalLauncher(Path("x"))

@@ -28,7 +28,7 @@ RUN = {
     "state": "training",
     "spec_digest": DIGEST,
     "layout_digest": LAYOUT,
-    "wire": 2,
+    "wire": 1,
     "fragments": [60, 50],
     "lease_seconds": 10.0,
     "settings": {"sync": {"every": 24}},
@@ -87,7 +87,7 @@ def test_every_request_says_its_run_and_wire_version(server, puppet):
     puppet.will("GET /v1/status", 200, {"state": "training"})
     assert server.status() == {"state": "training"}
     first, second = puppet.heard()
-    assert first["headers"]["diloco-wire"] == second["headers"]["diloco-wire"] == "2"
+    assert first["headers"]["diloco-wire"] == second["headers"]["diloco-wire"] == "1"
     assert second["headers"]["diloco-run"] == "quickstart-1"
     assert "diloco-run" not in first["headers"]
 
@@ -104,7 +104,7 @@ def test_joining_gives_an_epoch_and_the_news(server, puppet):
     joined = server.join("eu", **JOIN)
     assert (joined.epoch, joined.high, joined.calls) == (3, 480, {1: 3})
     assert joined.fates[0].fate == "returned"
-    assert json.loads(puppet.heard()[0]["text"]) == {**JOIN, "wire": 2}
+    assert json.loads(puppet.heard()[0]["text"]) == {**JOIN, "wire": 1}
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_each_refusal_is_the_exception_one_can_act_on(server, puppet, status, co
 
 
 def test_another_wire_version_names_both(server, puppet):
-    puppet.refuses("GET /v1/status", 426, "wire", "Wire 2 is too old.", wire=3)
-    with pytest.raises(WireError, match="speaks wire version 3, this program wire version 2"):
+    puppet.refuses("GET /v1/status", 426, "wire", "Wire 1 is too old.", wire=3)
+    with pytest.raises(WireError, match="speaks wire version 3, this program wire version 1"):
         server.status()
 
 
@@ -142,7 +142,7 @@ def test_a_run_of_another_wire_version_names_both(puppet, patience):
     puppet.will("GET /v1/run", 200, {**RUN, "wire": 7})
     with (
         Server(puppet.url, stop=patience) as server,
-        pytest.raises(WireError, match="speaks wire version 7, this program wire version 2"),
+        pytest.raises(WireError, match="speaks wire version 7, this program wire version 1"),
     ):
         server.run()
 

@@ -2,20 +2,13 @@
 
 import pytest
 
-from diloco_cli.observe.events import Event
 from diloco_cli.observe.metrics import (
     Effort,
     goodputs,
-    participation_in,
     prometheus_text,
-    recoveries,
     time_goodput,
     token_goodput,
 )
-
-
-def event(kind, time, **fields):
-    return Event(kind, "x", time, time, fields)
 
 
 def test_a_run_without_faults_has_nothing_but_its_mail_to_lose():
@@ -52,32 +45,6 @@ def test_nothing_is_known_before_anything_happened():
     shown = prometheus_text({"goodputs": {"time": 0.9, "tokens": 0.8, "participation": None}})
     assert "diloco_goodput_time_ratio 0.9" in shown and "diloco_goodput_tokens_ratio 0.8" in shown
     assert "\ndiloco_participation_ratio " not in shown
-
-
-def test_participation_counts_the_members_of_each_round():
-    log = [
-        event("published", 1.0, members=["a", "b"]),
-        event("joined", 1.5, region="c"),
-        event("published", 2.0, members=["a", "b", "c", "d"]),
-    ]
-    assert participation_in(log, 4) == pytest.approx(0.75)
-    assert participation_in([], 4) is None
-
-
-def test_a_recovery_lasts_from_the_death_to_the_next_step_of_the_same_region():
-    parts = {"import": 1.0, "restore": 0.5, "compile": 0.75, "total": 2.25}
-    log = [
-        event("first-step", 5.0, region="a", **parts),
-        event("trainer-died", 10.0, region="a", code=-9),
-        event("trainer-died", 11.0, region="b", code=-9),
-        event("trainer-started", 11.0, region="a"),
-        # Killed again before it came to a step: the region has stood still since 10.0.
-        event("trainer-died", 12.0, region="a", code=-9),
-        event("first-step", 15.0, region="a", lost=64.0, **parts),
-    ]
-    [one] = recoveries(log)
-    assert (one["region"], one["at"], one["total"], one["lost"]) == ("a", 10.0, 5.0, 64.0)
-    assert (one["start"], one["fetch"], one["compile"]) == (1.0, 0.5, 0.75)
 
 
 def test_the_example_in_the_docs_is_right():

@@ -40,7 +40,7 @@ async def served(
     """A bench behind its HTTP routes, without sockets."""
     bench = Bench(folder, recipe)
     app = make_app(bench.server, events=folder / "events.jsonl", url=lambda: "http://here")
-    headers = {RUN_HEADER: bench.run, WIRE_HEADER: "2"}
+    headers = {RUN_HEADER: bench.run, WIRE_HEADER: "1"}
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(
         transport=transport, base_url="http://here", headers=headers
@@ -91,7 +91,7 @@ async def test_a_region_joins_reports_and_contributes(tmp_path):
 async def test_the_run_says_what_all_regions_must_share(tmp_path):
     async with served(tmp_path) as (bench, client):
         run = (await client.get("/v1/run")).json()
-        assert run["run"] == bench.run and run["wire"] == 2
+        assert run["run"] == bench.run and run["wire"] == 1
         assert run["fragments"] == bench.recipe.sizes
         assert run["settings"]["sync"]["every"] == 6
 
@@ -139,10 +139,10 @@ async def test_every_region_call_names_this_run_and_this_wire_version(tmp_path):
         other = await join(**{RUN_HEADER: "another"})
         assert other.status_code == 409 and error(other)["code"] == "other-run"
         newer = await join(**{WIRE_HEADER: "3"})
-        assert newer.status_code == 426 and newer.json()["wire"] == 2
+        assert newer.status_code == 426 and newer.json()["wire"] == 1
         del client.headers[WIRE_HEADER]
         assert (await join()).status_code == 426
-        client.headers[WIRE_HEADER] = "2"
+        client.headers[WIRE_HEADER] = "1"
         del client.headers[RUN_HEADER]
         assert (await join()).status_code == 400
         assert bench.state.ledger.regions == {}
@@ -595,7 +595,7 @@ async def test_a_stop_needs_a_header_that_no_web_page_can_send(tmp_path):
         del client.headers[WIRE_HEADER]
         assert (await client.post("/v1/stop")).status_code == 426
         assert not bench.state.stopping
-        answer = await client.post("/v1/stop", headers={WIRE_HEADER: "2"})
+        answer = await client.post("/v1/stop", headers={WIRE_HEADER: "1"})
         assert answer.status_code == 202 and bench.state.stopping
 
 

@@ -281,7 +281,7 @@ async def test_a_compacted_journal_without_its_snapshot_is_refused(tmp_path):
     path = tmp_path / "server" / "journal"
     found = read_journal(path)
     about = {
-        "journal": 2,
+        "journal": 1,
         "run": found.run,
         "base": found.base,
         "chain": "00" * 32,

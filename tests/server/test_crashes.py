@@ -273,9 +273,9 @@ async def test_nothing_is_acknowledged_before_it_is_flushed(tmp_path, monkeypatc
     journal: Any = bench.state.store.journal
     real = journal.sync
 
-    def sync(number: int | None = None) -> None:
+    def sync() -> None:
         order.append("flushed")
-        real(number)
+        real()
 
     monkeypatch.setattr(journal, "sync", sync)
     await bench.send("paris")

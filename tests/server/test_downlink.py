@@ -27,7 +27,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[Bench, httpx.AsyncClient]]
     bench = Bench(folder)
     await bench.join()
     app = make_app(bench.server, events=folder / "events.jsonl", url=lambda: "http://here")
-    headers = {RUN_HEADER: bench.run, WIRE_HEADER: "2"}
+    headers = {RUN_HEADER: bench.run, WIRE_HEADER: "1"}
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://here", headers=headers
     ) as client:

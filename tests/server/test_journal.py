@@ -13,7 +13,7 @@ from diloco_cli.errors import StoreError
 from diloco_cli.server import chain
 from diloco_cli.server.chain import MAGIC
 from diloco_cli.server.durable import DiskFull
-from diloco_cli.server.journal import Journal
+from diloco_cli.server.journal import Journal, read_journal
 
 
 @pytest.fixture
@@ -169,9 +169,9 @@ def test_a_record_of_another_journal_is_refused_although_its_number_fits(path, t
 
 
 def test_a_newer_schema_is_refused_with_both_numbers(path):
-    newer = chain.entry(0, b"", {"journal": 3, "run": "r"})
+    newer = chain.entry(0, b"", {"journal": 2, "run": "r"})
     path.write_bytes(chain.frame(newer, settled=0))
-    with pytest.raises(StoreError, match="has schema 3, this version of diloco reads up to 2"):
+    with pytest.raises(StoreError, match="has schema 2, this version of diloco reads 1"):
         opened(path)
 
 
@@ -212,13 +212,6 @@ def test_a_record_too_long_to_read_back_is_refused(path, monkeypatch):
     journal.close()
 
 
-def test_waiting_for_a_record_that_does_not_exist_is_a_mistake(path):
-    journal = Journal.create(path, run="r")
-    with pytest.raises(ValueError, match="record 1 does not exist"):
-        journal.sync(1)
-    journal.close()
-
-
 class Disk:
     """Stands before fdatasync: counts, and can be made to wait or to fail."""
 
@@ -239,37 +232,28 @@ class Disk:
         monkeypatch.setattr(os, "fdatasync", fdatasync)
 
 
-def test_one_flush_serves_all_who_wait(path, monkeypatch):
+def test_what_is_appended_during_a_flush_is_durable_with_the_next(path, monkeypatch):
     journal, disk = Journal.create(path, run="r"), Disk(monkeypatch)
     disk.go_on.clear()
-    done: list[int] = []
-
-    def write(number: int) -> None:
-        journal.sync(journal.append({"kind": str(number)}))
-        done.append(number)
-
-    first = threading.Thread(target=write, args=(0,))
+    journal.append({"kind": "0"})
+    first = threading.Thread(target=journal.sync)
     first.start()
     assert disk.reached.wait(30)
-    others = [threading.Thread(target=write, args=(number,)) for number in range(1, 20)]
-    for thread in others:
-        thread.start()
-    while journal.last < 20:
-        pass
-    assert done == [], "nobody is told before the flush has returned"
+    for number in range(1, 20):
+        journal.append({"kind": str(number)})
     disk.go_on.set()
-    for thread in (first, *others):
-        thread.join(30)
-    assert sorted(done) == list(range(20))
+    first.join(30)
+    assert len(read_journal(path).records) == 1
+    journal.sync()
     assert disk.flushes == 2
+    assert len(read_journal(path).records) == 20
     journal.close()
-    assert len(opened(path)[0]) == 20
 
 
 def test_what_is_durable_needs_no_second_flush(path, monkeypatch):
     journal, disk = Journal.create(path, run="r"), Disk(monkeypatch)
-    journal.sync(journal.append({"kind": "one"}))
-    journal.sync(1)
+    journal.append({"kind": "one"})
+    journal.sync()
     journal.sync()
     assert disk.flushes == 1
     journal.close()
@@ -282,41 +266,17 @@ def test_after_a_failed_flush_the_journal_is_dead_and_never_tries_again(path, mo
     with pytest.raises(StoreError, match="could not be made durable: Input/output error"):
         journal.sync()
     disk.error = 0
-    for attempt in (journal.sync, lambda: journal.sync(0), lambda: journal.append({"kind": "two"})):
+    for attempt in (journal.sync, lambda: journal.append({"kind": "two"})):
         with pytest.raises(StoreError, match="could not be made durable"):
             attempt()
     journal.close()
     assert disk.flushes == 1
 
 
-def test_everyone_who_waits_learns_of_a_failed_flush(path, monkeypatch):
-    journal, disk = Journal.create(path, run="r"), Disk(monkeypatch)
-    disk.go_on.clear()
-    disk.error = errno.EIO
-    told: list[str] = []
-
-    def write() -> None:
-        try:
-            journal.sync(journal.append({"kind": "one"}))
-        except StoreError as error:
-            told.append(str(error))
-
-    threads = [threading.Thread(target=write) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    assert disk.reached.wait(30)
-    while journal.last < 4:
-        pass
-    disk.go_on.set()
-    for thread in threads:
-        thread.join(30)
-    assert len(told) == 4 and disk.flushes == 1
-    journal.close()
-
-
 def test_a_full_disk_is_told_and_the_records_are_written_once_there_is_room(path, monkeypatch):
     journal = Journal.create(path, run="r")
-    journal.sync(journal.append({"kind": "one"}))
+    journal.append({"kind": "one"})
+    journal.sync()
     size, real = path.stat().st_size, os.pwrite
 
     def full(handle: int, data: bytes, offset: int) -> int:

@@ -14,21 +14,19 @@ from diloco_cli.server.store import stores
 pytestmark = pytest.mark.live
 
 WRITER = """
-import sys, threading
+import sys
 from pathlib import Path
 from diloco_cli.server.journal import Journal
 
 journal, _ = Journal.open(Path(sys.argv[1]))
 
-def write(name):
-    while True:
-        number = journal.append({"kind": "note", "thread": name, "text": "x" * 300})
-        journal.sync(number)
-        sys.stdout.write(f"{number} {name}\\n")
-        sys.stdout.flush()
-
-for name in range(4):
-    threading.Thread(target=write, args=(name,)).start()
+while True:
+    notes = [{"kind": "note", "place": place, "text": "x" * 300} for place in range(4)]
+    numbers = [journal.append(note) for note in notes]
+    journal.sync()
+    for place, number in enumerate(numbers):
+        sys.stdout.write(f"{number} {place}\\n")
+    sys.stdout.flush()
 """
 
 
@@ -43,8 +41,8 @@ def test_no_acknowledged_record_is_lost_when_the_writer_is_killed(tmp_path):
         )
         assert writer.stdout
         for _ in range(rng.randrange(1, 120)):
-            number, name = writer.stdout.readline().split()
-            acknowledged[int(number)] = int(name)
+            number, place = writer.stdout.readline().split()
+            acknowledged[int(number)] = int(place)
         writer.send_signal(signal.SIGKILL)
         for line in writer.stdout.read().splitlines():
             if len(words := line.split()) == 2:
@@ -54,8 +52,8 @@ def test_no_acknowledged_record_is_lost_when_the_writer_is_killed(tmp_path):
     journal, records = Journal.open(path, notice=lambda said: None)
     journal.close()
     assert len(acknowledged) > 100
-    for number, name in acknowledged.items():
-        assert records[number - 1]["thread"] == name
+    for number, place in acknowledged.items():
+        assert records[number - 1]["place"] == place
 
 
 PUBLISHER = """

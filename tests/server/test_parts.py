@@ -99,7 +99,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[Bench, httpx.AsyncClient]]
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app),
         base_url="http://here",
-        headers={RUN_HEADER: bench.run, WIRE_HEADER: "2"},
+        headers={RUN_HEADER: bench.run, WIRE_HEADER: "1"},
     ) as client:
         yield bench, client
     await close_server(bench.server)
@@ -297,7 +297,7 @@ async def served_again(bench: Bench, folder: Path) -> AsyncIterator[httpx.AsyncC
     kill_server(bench.server)
     bench.server = open_server(folder)
     app = make_app(bench.server, events=folder / "events.jsonl", url=lambda: "http://here")
-    headers = {RUN_HEADER: bench.run, WIRE_HEADER: "2"}
+    headers = {RUN_HEADER: bench.run, WIRE_HEADER: "1"}
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(
         transport=transport, base_url="http://here", headers=headers

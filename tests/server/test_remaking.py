@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rig import Bench, in_a_loop, kill_server, make_recipe, make_spec, open_server, storing_all
-from safetensors.numpy import save_file
+from rig import Bench, in_a_loop, kill_server, make_recipe, make_spec, open_server
 
-from diloco_cli.core.ledger import Ledger, Made, Slot
+from diloco_cli.core.ledger import Ledger
 from diloco_cli.errors import StoreError
 from diloco_cli.server.replay import replay
 from diloco_cli.server.store import SOON_READ
-from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import open_frame
 
 
@@ -159,51 +155,6 @@ async def test_what_is_needed_to_make_a_version_is_never_pruned(tmp_path):
     assert len(store.payloads()) == 9
     bench.restart()
     assert bench.versions[0] == 7
-
-
-@in_a_loop
-async def test_a_folder_of_the_older_form_is_gone_on_with(tmp_path):
-    bench = Bench(tmp_path, storing_all())
-    await bench.join()
-    await bench.round(0)
-    await bench.round(0)
-    kill_server(bench.server)
-    path = tmp_path / "server" / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"store": 1}))
-    bench.recipe = recipe_of()
-    bench.restart()
-    assert json.loads(path.read_text())["store"] == 3
-    await bench.round(0)
-    assert states(bench) == [0, 1, 2] and bench.versions[0] == 3
-
-
-@in_a_loop
-async def test_regions_hold_version_0_under_the_name_that_an_older_version_gave_it(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
-    older = bench.state.weights.newest[0].state
-    name = vector_digest(older.published, like="f" * 64)
-    kill_server(bench.server)
-    about = {"fragment": "0", "version": "0", "digest": older.digest_like("f" * 64)}
-    save_file(older.vectors, tmp_path / "server/fragments/0/v00000000.state", metadata=about)
-    bench.restart()
-    await bench.join()
-    before = bench.state.weights.model(0)
-    assert (await bench.beat("paris", images={0: {"version": 0, "digest": name}})).mend == {}
-    other = {0: {"version": 0, "digest": "f" * 64}}
-    assert (await bench.beat("paris", images=other)).mend == {0: "f" * 64}
-    await bench.round(0)
-    assert len(bench.state.weights.newest[0].digest) == 32
-    after = bench.state.weights.model(0)  # A download may go on where it broke off.
-    assert before and after and before.etag == after.etag
-
-
-def test_a_snapshot_of_the_older_form_is_read():
-    slot = Slot(version=3, state="d", published="p")
-    old = asdict(slot) | {"sources": {}, "drained": True}
-    del old["made"]
-    assert Slot.of(old).made == [Made(3, "d", {}, drain=True)] and Slot.of(old).base == 3
-    assert Slot.of(old | {"version": 0}).made == []
 
 
 def test_the_ledger_knows_which_versions_are_to_be_made_again():

@@ -103,13 +103,6 @@ def test_a_connection_may_fill_the_line_and_the_queue_but_no_more():
     assert 0 < Link(delay=0.1).capacity < 1 << 30
 
 
-def test_a_window_limits_one_connection_and_several_share_the_line():
-    link = parse_link("1Gbit/50ms/window=3MB")
-    assert link.throughput() == pytest.approx(480e6)
-    assert link.throughput(connections=4) == 1e9
-    assert parse_link("1Gbit/50ms").throughput() == 1e9
-
-
 def test_resets_come_at_regular_times():
     link = Link(reset_every=2.0)
     assert [link.next_reset(now=now) for now in (0.0, 1.9, 2.0)] == [2.0, 2.0, 4.0]

@@ -92,11 +92,3 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path):
     (tmp_path / "runs").write_text("in the way")
     with pytest.raises(StoreError, match="cannot be written"):
         write_resolved(loaded(), tmp_path / "runs" / "story")
-
-
-def test_a_run_from_before_an_option_goes_on_with_its_default(tmp_path: Path):
-    file = write_resolved(loaded(GOOD, "server.store={kind: folder}"), tmp_path)
-    now = "server.store={kind: folder, whole: %d}"
-    assert write_resolved(loaded(GOOD, now % 4), tmp_path) == file
-    with pytest.raises(SpecError, match=r"server\.store\.whole: 4 there, 2 here"):
-        write_resolved(loaded(GOOD, now % 2), tmp_path)

@@ -11,7 +11,7 @@ import zstandard
 from diloco_cli.wire.frame import Frame, Header, open_frame, pack
 
 LAYOUT = "5" * 64
-PUBLISHED = "9" * 64
+PUBLISHED = "9" * 32
 
 
 def header(size: int, **fields: Any) -> Header:

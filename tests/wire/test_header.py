@@ -103,7 +103,10 @@ def test_a_header_beyond_a_mebibyte_is_refused():
     [
         (header(10, version=42), "a contribution on base 41 has version 41, not 42"),
         (delta(10, 4, version=6), "a delta on base 4 has version 5, not 6"),
-        (header(10, kind="whole", base=4, version=5, published=DIGEST), "on base 4 has version 4"),
+        (
+            header(10, kind="whole", base=4, version=5, published=DIGEST[:32]),
+            "on base 4 has version 4",
+        ),
         (header(10, region=""), "names its `region`"),
         (delta(10, 4, published=""), "names the `published` digest"),
         (header(10, part=2, parts=2), "`part` is 2 of 2 parts"),

@@ -40,7 +40,7 @@ JOIN: dict[str, Any] = {
     "boot": 2,
     "spec_digest": DIGEST,
     "layout_digest": DIGEST,
-    "wire": 2,
+    "wire": 1,
 }
 HEARTBEAT: dict[str, Any] = {
     "epoch": 3,

@@ -144,7 +144,7 @@ def test_sound_bits_that_the_server_did_not_publish_are_another_history(courier,
     counter.wait_for(lambda: len(counter.heartbeats[-1].images) == 2)
     held = counter.heartbeats[-1].images
     # An old word, about what was replaced since, means nothing.
-    counter.tell(mend={0: "f" * 64})
+    counter.tell(mend={0: "f" * 32})
     counter.publish(1)
     counter.wait_for(lambda: counter.heartbeats[-1].images[1].version == 1)
     assert courier.trouble is None

@@ -135,6 +135,6 @@ def test_weights_that_the_servers_deltas_do_not_continue_are_another_history(cou
         bring_up(counter.connect(), 0, held, 1)
     assert no.value.exit_code == 5
     # Weights of ours that are damaged prove nothing; they are fetched whole.
-    spoiled = Image(0, {}, "f" * 64, other)
+    spoiled = Image(0, {}, "f" * 32, other)
     image, why = bring_up(counter.connect(), 0, spoiled, 1)
     assert image.version == 1 and "do not add up" in why
