@@ -4,9 +4,8 @@ A server makes large vectors and drops them all day. Left to itself, glibc learn
 such memory for the next one, in each of the many heaps it opens for threads, and a process
 that needs 250 MB keeps 400.
 
-Nor is memory filled with what nobody needs: numba loads SciPy's linear algebra, 18 MB, along
-with the first kernel, and no kernel of ours multiplies matrices. And once the kernels are
-loaded, 70 MB of numba's compiler have had their time.
+Once the kernels are loaded, 70 MB of numba's compiler are of no more use either. Decision 11
+in docs/decisions has the figures.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
@@ -36,28 +32,8 @@ _MADV_DONTNEED = 4
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) .*")
 
 
-class _NotForNumba(MetaPathFinder):
-    """Hides SciPy's linear algebra from numba, which can do without; from nobody else."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name == "scipy.linalg":
-            frame = sys._getframe(1)
-            while frame is not None:
-                if frame.f_globals.get("__name__") == "numba.np.linalg":
-                    raise ModuleNotFoundError("not needed here", name=name)
-                frame = frame.f_back
-        return None
-
-
 def keep_little() -> None:
-    """Makes this process give back what it frees, and load less.
-
-    Elsewhere than on glibc nothing is given back.
-    """
-    if not any(isinstance(each, _NotForNumba) for each in sys.meta_path):
-        sys.meta_path.insert(0, _NotForNumba())
+    """Makes this process give back what it frees; does nothing where there is no glibc."""
     if sys.platform != "linux":
         return
     with suppress(OSError, AttributeError):
