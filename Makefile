@@ -11,7 +11,7 @@ install: .venv/.stamp            ## the command `diloco` in .venv
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"error: diloco needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}\nhint: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[test]'
-	@$(BIN)/python -m diloco_cli.wire.warm
+	@$(BIN)/python -m diloco_cli.wire.kernels.warm
 	@touch $@
 
 demo: install                    ## two regions pretrain one model on this machine
@@ -27,40 +27,40 @@ lint: install                    ## style, types, layers
 	$(BIN)/pyright
 
 model: install                   ## thousands of seeds of the crash model
-	$(BIN)/python -m tests.model.explore --seeds 3000 --every-crash-point
+	$(BIN)/python -m tests.verify.model.explore --seeds 3000 --every-crash-point
 
 SEEDS ?= 10000
 FROM ?= 0
 
 dst: install                     ## the real server on simulated bad days: make dst SEEDS=500 FROM=0
-	$(BIN)/python -m tests.dst.explore --bugs
-	$(BIN)/python -m tests.dst.explore --every-step
-	$(BIN)/python -m tests.dst.explore --seeds $(SEEDS) --from $(FROM)
+	$(BIN)/python -m tests.verify.dst.explore --bugs
+	$(BIN)/python -m tests.verify.dst.explore --every-step
+	$(BIN)/python -m tests.verify.dst.explore --seeds $(SEEDS) --from $(FROM)
 
 killloop: install                ## 1,000 SIGKILLs of a server under load; goes on where it stopped
-	nice -n 10 $(BIN)/python -m tests.durability.killloop --kills 1000 --results build/killloop.jsonl
+	nice -n 10 $(BIN)/python -m tests.verify.durability.killloop --kills 1000 --results build/killloop.jsonl
 
 powercut: install                ## 200 power cuts of a server's disk; needs root
-	nice -n 10 $(BIN)/python -m tests.durability.powercut --cuts 200
+	nice -n 10 $(BIN)/python -m tests.verify.durability.powercut --cuts 200
 
 load: install                    ## 256 clients for ten minutes: uploads a second, the server's memory
-	$(BIN)/python -m tests.load.many --clients 256 --seconds 600 --json build/load.json
+	$(BIN)/python -m tests.verify.load.many --clients 256 --seconds 600 --json build/load.json
 
-STORM ?= tests/results/eight-regions.yaml
+STORM ?= tests/verify/results/eight-regions.yaml
 
 fuzz: install                    ## a million bad inputs for each decoder and engine
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[fuzz]'
-	$(BIN)/python -m tests.fuzz.hunt $(FUZZ)
+	$(BIN)/python -m tests.verify.fuzz.engines $(FUZZ)
 
 poison: install                  ## one region of eight lies, in every way we know
-	$(BIN)/python -m tests.poison.rehearsal
+	$(BIN)/python -m tests.verify.poison.lying_region
 
 chaos: install                   ## eight regions under SIGKILLs, three ways to train; goes on where it stopped
 	for rate in 324 125; do for method in decoupled elastic rigid; do \
 		test -f build/chaos/$$rate-$$method/chaos.json || $(BIN)/diloco chaos $(STORM) --method $$method --fresh \
 			--dir build/chaos/$$rate-$$method --set "chaos.faults=[{kind: kill-trainer, per_hour: $$rate}]" || exit 1; \
 	done; done
-	$(BIN)/python -m tests.results.goodput build/chaos/[0-9]*-[a-z]*[a-z]/chaos.json --png build/chaos/goodput.png
+	$(BIN)/python -m tests.verify.results.goodput build/chaos/[0-9]*-[a-z]*[a-z]/chaos.json --png build/chaos/goodput.png
 
 rehearse: install                ## every published table the simulator repeats, cell by cell
 	for preset in streaming-table4 decoupled-table1 dp-bandwidth hetero llama3 12b-four-regions planet; do \

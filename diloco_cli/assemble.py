@@ -19,21 +19,21 @@ from pathlib import Path as FilePath
 from typing import Any, cast
 
 from diloco_cli.core.fragments import Layout, cut
-from diloco_cli.core.merge import MergeRule
-from diloco_cli.core.outer import OuterOptimiser, outer_optimisers
-from diloco_cli.core.robust import merge_rules
+from diloco_cli.data.text import datasets, tokenizers
 from diloco_cli.errors import RegistryError
+from diloco_cli.merge.outer_optimizers import OuterOptimiser, outer_optimisers
+from diloco_cli.merge.robust import merge_rules
+from diloco_cli.merge.rules import MergeRule
+from diloco_cli.models.decoder import Model, models
 from diloco_cli.registry import Registry
-from diloco_cli.server.recipe import Recipe
-from diloco_cli.server.store import stores
+from diloco_cli.server.settings import ServerSettings
+from diloco_cli.server.store.on_disk import stores
 from diloco_cli.spec.load import Loaded, load_spec
 from diloco_cli.spec.resolved import resolved
-from diloco_cli.spec.rules import Fault, Path
+from diloco_cli.spec.rules import Path, SpecFault
 from diloco_cli.spec.schema import Choice, RunSpec
-from diloco_cli.wire.codec import Codec, codecs
-from diloco_cli.worker.data import datasets, tokenizers
-from diloco_cli.worker.models import Model, models
-from diloco_cli.worker.optimizers import optimizers, schedules
+from diloco_cli.wire.codecs.plain import Codec, codecs
+from diloco_cli.worker.engines.optimizers import optimizers, schedules
 
 SEAMS: dict[str, Registry[Any]] = {
     "codec": codecs,
@@ -55,7 +55,7 @@ SHARED = ("spec", "name", "seed", "budget", "model", "sync", "merge", "outer", "
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunObjects:
     """What the numbers of a run are made with."""
 
     model: Model
@@ -71,11 +71,11 @@ def load_run(path: str | FilePath, overrides: Sequence[str] = ()) -> Loaded:
     return load_spec(path, overrides, also=faults)
 
 
-def resolve(spec: RunSpec) -> Parts:
+def resolve(spec: RunSpec) -> RunObjects:
     """Makes the parts that server and workers share."""
     load_plugins(spec)
     model = models.build(spec.model)
-    return Parts(
+    return RunObjects(
         model,
         cut(model.tensors(), spec.sync.fragments),
         codecs.build(spec.wire.up),
@@ -85,9 +85,9 @@ def resolve(spec: RunSpec) -> Parts:
     )
 
 
-def recipe_of(spec: RunSpec, parts: Parts) -> Recipe:
+def recipe_of(spec: RunSpec, parts: RunObjects) -> ServerSettings:
     """Makes what a server needs apart from its folder."""
-    return Recipe(
+    return ServerSettings(
         spec=spec,
         layout=parts.layout,
         up=parts.up,
@@ -104,7 +104,7 @@ def load_plugins(spec: RunSpec) -> None:
         importlib.import_module(name)
 
 
-def faults(spec: RunSpec) -> list[Fault]:
+def faults(spec: RunSpec) -> list[SpecFault]:
     """Lists what is wrong with the kinds a spec names, and with how they fit together."""
     found = list(_plugin_faults(spec))
     built: dict[Path, Any] = {}
@@ -116,13 +116,13 @@ def faults(spec: RunSpec) -> list[Fault]:
     return found
 
 
-def _plugin_faults(spec: RunSpec) -> Iterator[Fault]:
+def _plugin_faults(spec: RunSpec) -> Iterator[SpecFault]:
     for number, name in enumerate(spec.plugins):
         try:
             importlib.import_module(name)
         # A plugin is somebody else's code: whatever it raises is news about the plugin.
         except Exception as error:
-            yield Fault(
+            yield SpecFault(
                 ("plugins", number),
                 f"{name!r} cannot be imported: {type(error).__name__}: {error}",
                 "Install it in the environment that runs diloco, or remove it.",
@@ -149,22 +149,22 @@ def _choices(spec: RunSpec) -> Iterator[tuple[Path, Registry[Any], Choice]]:
                 yield ("regions", number, "inner", key), registry, own
 
 
-def _misnamed(path: Path, error: RegistryError) -> Fault:
+def _misnamed(path: Path, error: RegistryError) -> SpecFault:
     steps = [int(step) if step.isdigit() else step for step in error.key.split(".")]
     on_key = steps[-1] != "kind"
-    return Fault((*path, *steps), error.message, error.hint, on_key=on_key)
+    return SpecFault((*path, *steps), error.message, error.hint, on_key=on_key)
 
 
-def _layout_faults(spec: RunSpec, model: Model | None) -> Iterator[Fault]:
+def _layout_faults(spec: RunSpec, model: Model | None) -> Iterator[SpecFault]:
     if model is None:
         return
     # Before its tensors are listed: a list of billions is itself too long.
     if (layers := getattr(model, "layers", None) or 0) > MOST_LAYERS:
         said = f"is {layers:,}, more than the {MOST_LAYERS:,} that can be trained"
-        yield Fault(("model", "layers"), said, "Are there too many zeros?")
+        yield SpecFault(("model", "layers"), said, "Are there too many zeros?")
         return
     if (size := sum(tensor.size for tensor in model.tensors())) > MOST_PARAMETERS:
-        yield Fault(
+        yield SpecFault(
             ("model",),
             f"has {size:,} parameters, more than the {MOST_PARAMETERS:,} that can be exchanged",
             "Lower its width, layers or vocabulary.",
@@ -173,7 +173,7 @@ def _layout_faults(spec: RunSpec, model: Model | None) -> Iterator[Fault]:
     try:
         cut(model.tensors(), spec.sync.fragments)
     except ValueError as error:
-        yield Fault(
+        yield SpecFault(
             ("sync", "fragments"),
             f"is {spec.sync.fragments}, more than this model can fill: {error}",
             "Lower sync.fragments, or choose a larger model.",
@@ -181,12 +181,12 @@ def _layout_faults(spec: RunSpec, model: Model | None) -> Iterator[Fault]:
         )
 
 
-def _vocabulary_faults(built: dict[Path, Any]) -> Iterator[Fault]:
+def _vocabulary_faults(built: dict[Path, Any]) -> Iterator[SpecFault]:
     most = getattr(built["model",], "vocabulary", None)
     for path, thing in built.items():
         size = getattr(thing, "vocabulary", None) if path[-1] == "data" else None
         if most is not None and size is not None and size > most:
-            yield Fault(
+            yield SpecFault(
                 ("model", "vocabulary"),
                 f"is {most} but the tokenizer of {path[0]} makes {size} different tokens",
                 f"Set model.vocabulary to {size} or more.",

@@ -10,10 +10,12 @@ import pytest
 from pydantic import BaseModel
 
 from diloco_cli import assemble, errors
-from diloco_cli.cli import describe, reference, scaffold
+from diloco_cli.cli import reference
+from diloco_cli.run import scaffold
+from diloco_cli.spec import describe
 from diloco_cli.spec.schema import RunSpec
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"
 PIPELINES = sorted((ROOT / "pipelines").glob("*.yaml"))
 TEMPLATES = ROOT / "diloco_cli" / "cli" / "templates"

@@ -17,7 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_cli.cli import author, certs, chaos, doctor, operate, plan, rehearse, simulate
+from diloco_cli.bench import commands
+from diloco_cli.cli import certs, chaos, doctor, plan, run, simulate, spec
 from diloco_cli.cli.interpreter import refuse_old_python
 from diloco_cli.errors import DilocoError
 
@@ -58,10 +59,10 @@ def diloco(
         raise typer.Exit(2)
 
 
-author.register(app)
-operate.register(app)
+spec.register(app)
+run.register(app)
 certs.register(app)
-rehearse.register(app)
+commands.register(app)
 simulate.register(app)
 chaos.register(app)
 plan.register(app)

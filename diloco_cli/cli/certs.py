@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_cli.cli.author import Format, OutputFormat
+from diloco_cli.cli.spec import Format, OutputFormat
 
 if TYPE_CHECKING:
-    from diloco_cli.server.keyring import Entry, Role
+    from diloco_cli.server.access.tokens import Role, TokenEntry
 
 certs = typer.Typer(
     name="certs",
@@ -61,11 +61,13 @@ def init(
 
     Again, it makes only what is missing, ends soon, or lacks a --host.
     """
-    from diloco_cli.server.issuing import Office
+    from diloco_cli.server.access.issue import CredentialFolder
     from diloco_cli.spec.load import load_spec
 
     spec = load_spec(spec_file).spec
-    done = Office(folder).found(spec.name, [*(host or ()), *_listening(spec.server.listen)], days)
+    done = CredentialFolder(folder).found(
+        spec.name, [*(host or ()), *_listening(spec.server.listen)], days
+    )
     for line in done:
         typer.echo(f"made {line}", err=True)
     if not done:
@@ -96,10 +98,10 @@ def issue(
 
     Prints the folder to copy to its host. It holds secrets: copy it over a safe way.
     """
-    from diloco_cli.server.issuing import Office, bundle
+    from diloco_cli.server.access.issue import CredentialFolder, bundle
 
     role, name = _whose(region, reader, admin)
-    entry = Office(folder).issue(role, name, days, renew=renew)
+    entry = CredentialFolder(folder).issue(role, name, days, renew=renew)
     if entry is None:
         typer.echo(f"{name} has a valid one already; --renew makes a new one", err=True)
     else:
@@ -114,10 +116,10 @@ def revoke(
     region: Region = None, reader: Reader = None, admin: Admin = None, folder: Folder = HERE
 ) -> None:
     """Take a credential back; a running server knows within seconds."""
-    from diloco_cli.server.issuing import Office
+    from diloco_cli.server.access.issue import CredentialFolder
 
     role, name = _whose(region, reader, admin)
-    if revoked := Office(folder).revoke(role, name):
+    if revoked := CredentialFolder(folder).revoke(role, name):
         typer.echo(f"revoked {len(revoked)} of {role} {name}", err=True)
     else:
         typer.echo(f"{role} {name} had none left to revoke", err=True)
@@ -126,10 +128,10 @@ def revoke(
 @certs.command()
 def show(folder: Folder = HERE, format: OutputFormat = Format.text) -> None:
     """Show the certificates and who has a token, and until when; no secrets."""
-    from diloco_cli.server import authority
-    from diloco_cli.server.issuing import Office
+    from diloco_cli.server.access import authority
+    from diloco_cli.server.access.issue import CredentialFolder
 
-    run, entries = Office(folder).entries()
+    run, entries = CredentialFolder(folder).entries()
     made = {name: authority.read_certificate(folder / f"{name}.pem") for name in ("ca", "server")}
     document = {
         "run": run,
@@ -157,7 +159,7 @@ def show(folder: Folder = HERE, format: OutputFormat = Format.text) -> None:
         typer.echo(f"  {one['role']:<8}{one['name']}: {one['state']}, {until}")
 
 
-def _about(entry: Entry) -> dict[str, Any]:
+def _about(entry: TokenEntry) -> dict[str, Any]:
     return {
         "role": entry.role,
         "name": entry.name,

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_cli.cli.author import Format, OutputFormat, Overrides, SpecFile
+from diloco_cli.cli.spec import Format, OutputFormat, Overrides, SpecFile
 
 if TYPE_CHECKING:
     from diloco_cli.sim.faults import Fault
     from diloco_cli.spec.schema import RunSpec
 
 
-class Method(StrEnum):
+class ChaosMethod(StrEnum):
     decoupled = "decoupled"
     synchronous = "synchronous"
     streaming = "streaming"
@@ -48,12 +48,12 @@ def chaos(
         ),
     ] = None,
     method: Annotated[
-        Method,
+        ChaosMethod,
         typer.Option(
             help="How regions train together: as the spec says (decoupled), with quorum all "
             "(streaming), in lockstep too (synchronous), or as one data-parallel job."
         ),
-    ] = Method.decoupled,
+    ] = ChaosMethod.decoupled,
     seconds: Annotated[
         float | None, typer.Option(min=1.0, help="Instead of chaos.seconds.")
     ] = None,
@@ -77,21 +77,21 @@ def chaos(
     cost and how fast regions came back is in FOLDER/chaos.json; FOLDER/schedule.json inflicts the
     same again.
     """
-    from diloco_cli.cli import disturb
+    from diloco_cli.chaos import run
 
     given = [*(overrides or ())]
     given += [f"chaos.seconds={seconds:g}"] if seconds is not None else []
     given += [f"chaos.seed={seed}"] if seed is not None else []
     spec = _load(spec_file, given, method)
-    asked = disturb.Asked(
+    asked = run.ChaosOptions(
         method=method.value,
         folder=folder or _home(spec, method),
         faults=_faults(spec, schedule),
-        rate=disturb.rate_of(spec, fault_free),
+        rate=run.rate_of(spec, fault_free),
         fresh=fresh,
         quiet=format is Format.json,
     )
-    code, record = disturb.disturb(spec, asked)
+    code, record = run.disturb(spec, asked)
     if format is Format.json:
         typer.echo(json.dumps(record, indent=2))
     elif record:
@@ -99,20 +99,20 @@ def chaos(
     raise typer.Exit(code)
 
 
-def _load(spec_file: Path, overrides: list[str], method: Method) -> RunSpec:
+def _load(spec_file: Path, overrides: list[str], method: ChaosMethod) -> RunSpec:
     from diloco_cli.assemble import load_run, spelled_out
 
     spec = load_run(spec_file, overrides).spec
     everybody = [f"sync.quorum={len(spec.regions)}", "sync.grace={kind: none}"]
     more = {
-        Method.synchronous: [*everybody, "sync.overlap=0", "sync.fragments=1"],
-        Method.streaming: everybody,
+        ChaosMethod.synchronous: [*everybody, "sync.overlap=0", "sync.fragments=1"],
+        ChaosMethod.streaming: everybody,
     }.get(method, [])
     return spelled_out(load_run(spec_file, [*overrides, *more]).spec)
 
 
-def _home(spec: RunSpec, method: Method) -> Path:
-    from diloco_cli.cli.folder import RUNS
+def _home(spec: RunSpec, method: ChaosMethod) -> Path:
+    from diloco_cli.run.folder import RUNS
 
     return RUNS / f"{spec.name}-{method.value}"
 
@@ -133,7 +133,7 @@ def _print(record: dict[str, Any], folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from diloco_cli.observe.words import percent
+    from diloco_cli.observe.units import percent
 
     kinds = Table("fault", "inflicted", "nobody to strike", box=None)
     for kind in dict.fromkeys(fault["kind"] for fault in record["faults"]):

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from diloco_cli.cli.author import Format, OutputFormat, Overrides
-from diloco_cli.cli.credential import CertsOption, for_url
 from diloco_cli.cli.simulate import Flops, Step
+from diloco_cli.cli.spec import Format, OutputFormat, Overrides
+from diloco_cli.run.find_credential import CertsOption, for_url
 
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
@@ -37,23 +37,23 @@ def doctor(
     format: OutputFormat = Format.text,
 ) -> None:
     """Say whether this host is ready, one line a check; ends with 1 if something is not."""
-    from diloco_cli.cli import checkup
+    from diloco_cli.run.doctor import host
 
     found = None
-    checks = list(checkup.host(folder))
+    checks = list(host.host(folder))
     if spec_file is not None:
         from diloco_cli.assemble import load_run
-        from diloco_cli.sim.plan import plan
-        from diloco_cli.sim.rehearsal import World, parse_span
+        from diloco_cli.plan.plan import plan
+        from diloco_cli.sim.world import World, parse_span
 
         spec = load_run(spec_file, overrides or ()).spec
         found = plan(spec, World(step=parse_span(step) if step else None, flops=flops))
-        checks += checkup.against(found, folder, serves=not server)
+        checks += host.against(found, folder, serves=not server)
     if server:
-        from diloco_cli.cli import reach
+        from diloco_cli.run.doctor import server as reach
 
         checks += reach.server(server, found, for_url(certs))
-    answer = checkup.summary(checks)
+    answer = host.summary(checks)
     if format is Format.json:
         typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
     else:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco_cli.cli.author import Format, OutputFormat, Overrides, SpecFile
-from diloco_cli.cli.credential import CertsOption, for_url
 from diloco_cli.cli.simulate import Flops, Links, Step
+from diloco_cli.cli.spec import Format, OutputFormat, Overrides, SpecFile
+from diloco_cli.run.find_credential import CertsOption, for_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from diloco_cli.cli.probe import Way
-    from diloco_cli.sim.plan import Plan
+    from diloco_cli.plan.plan import Plan
+    from diloco_cli.run.doctor.probe import Way
     from diloco_cli.spec.schema import RunSpec
 
 
@@ -52,9 +52,9 @@ def plan(
 ) -> None:
     """Say what a run needs, what to expect of it and what to change; nothing is started."""
     from diloco_cli.assemble import load_run
-    from diloco_cli.sim import plan as planning
-    from diloco_cli.sim.rehearsal import World, parse_span
+    from diloco_cli.plan import plan as planning
     from diloco_cli.sim.scenario import Recovery
+    from diloco_cli.sim.world import World, parse_span
 
     spec = load_run(spec_file, overrides or ()).spec
     links, steps, said = list(link or []), {}, []
@@ -83,14 +83,14 @@ def plan(
 
 
 def _measured(url: str, certs: Path | None) -> Way:
-    from diloco_cli.cli.probe import measure
+    from diloco_cli.run.doctor.probe import measure
 
     return measure(url, lambda text: typer.echo(text, err=True), identity=for_url(certs))
 
 
 def _gross(way: Way) -> str:
     """The link as `--link` says it: what was measured is net already."""
-    from diloco_cli.sim.figures import LINE_SHARE
+    from diloco_cli.sim.measured import LINE_SHARE
 
     rate = way.rate / LINE_SHARE.value / 1e6
     return f"{rate:.3f}Mbit/{1000 * way.round_trip:.3f}ms"
@@ -118,7 +118,7 @@ def _said(url: str, way: Way, steps: Mapping[str, float]) -> list[str]:
 
 
 def _print(found: Plan) -> None:
-    from diloco_cli.sim.needs import gbit
+    from diloco_cli.plan.needs import gbit
 
     scenario, needs, expected, memory = (
         found.scenario,
@@ -172,8 +172,8 @@ def _print(found: Plan) -> None:
 
 
 def _print_advice(found: Plan) -> None:
-    from diloco_cli.sim.advice import pasted
-    from diloco_cli.sim.plan import tokens_per_day
+    from diloco_cli.plan.advice import pasted
+    from diloco_cli.plan.plan import tokens_per_day
 
     if not found.advice or found.better is None:
         typer.echo("\nNothing needs to change.")

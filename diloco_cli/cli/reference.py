@@ -22,10 +22,10 @@ from pydantic import BaseModel
 
 from diloco_cli.assemble import SEAMS
 from diloco_cli.cli.app import app
-from diloco_cli.cli.describe import Option, keys_of, kinds_of, summary
 from diloco_cli.errors import DilocoError
 from diloco_cli.observe import events
-from diloco_cli.server.api import CALLS
+from diloco_cli.server.http.calls import CALLS
+from diloco_cli.spec.describe import OptionDescription, keys_of, kinds_of, summary
 from diloco_cli.spec.schema import RunSpec
 
 NOTICE = "<!-- Written by `make docs` from the code. Edit the code, not this page. -->\n"
@@ -221,7 +221,7 @@ def _kinds() -> Iterator[str]:
                 yield ""
 
 
-def _cells(option: Option) -> str:
+def _cells(option: OptionDescription) -> str:
     default = option.shown_default
     shown = default if default in ("required", "left out", "see below") else f"`{default}`"
     return f" {_cell(option.type)} | {_cell(shown)} | {_cell(option.doc)} |"

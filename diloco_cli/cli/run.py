@@ -1,393 +1,241 @@
-"""One run on this machine: a server, a worker per region, and nobody left behind.
-
-    start the server ─▶ start the workers ─▶ watch ─▶ finished, or stopped, or hopeless
-                                               │
-             whatever died is started again ◀──┘
-
-The run's state lives in the folder and in the server; this module only starts, asks
-and tells. Killing it at any point loses nothing: its children stop by themselves, and
-the same command goes on where they stopped.
-"""
+"""Commands that run things: run, serve, work, and the trainer that work starts."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import gc
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Annotated
 
-from diloco_cli.cli.folder import address_of, cannot_write, is_free, last_summary
-from diloco_cli.cli.goal import Goal
-from diloco_cli.cli.signals import Signals
-from diloco_cli.errors import (
-    DilocoError,
-    LinkError,
-    QuorumLost,
-    RunFailed,
-    SpecError,
-    StoreError,
-    WireError,
-)
-from diloco_cli.launch.local import Launcher, Role
-from diloco_cli.launch.supervise import INCURABLE, Change, Keeper, Patience
-from diloco_cli.observe.events import EventLog
-from diloco_cli.observe.terminal import Progress
-from diloco_cli.worker.adopted import end_trainer
-from diloco_cli.worker.mailbox import Mailbox
+import typer
 
-POLL_SECONDS = 1.0
-GRACE_SECONDS = 60.0
-"""For a worker to finish its step, its checkpoint and its mail."""
-PREDECESSOR_SECONDS = 60.0
-ENDED = ("finished", "stopped")
+from diloco_cli.cli import status, store
+from diloco_cli.cli.spec import Overrides, SpecFile
+from diloco_cli.run.find_credential import CertsOption, for_region, forget_tokens
 
-_ERRORS: dict[int, type[DilocoError]] = {
-    kind.exit_code: kind
-    for kind in (RunFailed, SpecError, WireError, LinkError, StoreError, QuorumLost)
-}
+if TYPE_CHECKING:
+    from diloco_cli.spec.schema import RunSpec
+
+Folder = Annotated[
+    Path | None,
+    typer.Option("--dir", metavar="FOLDER", help="The run folder; runs/NAME when left out."),
+]
+Region = Annotated[
+    str | None,
+    typer.Option("--region", metavar="NAME", envvar="DILOCO_REGION", help="Which region to train."),
+]
+Cores = Annotated[str, typer.Option("--cores", hidden=True)]
+WithParent = Annotated[bool, typer.Option("--with-parent", hidden=True)]
 
 
-class Link(Protocol):
-    """How to reach a server; both raise LinkError when it does not answer."""
-
-    def status(self, url: str) -> dict[str, Any]: ...
-    def stop(self, url: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to start here."""
-
-    folder: Path
-    regions: tuple[str, ...]
-    """Those with a worker on this machine."""
-
-    elsewhere: int
-    """How many regions of the run may join from other machines."""
-
-    quorum: int
-    serve: Role
-    work: Callable[[str, str], Role]
-    """Region and URL of the server to the worker's process."""
-
-    goal: Goal | None = None
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this module."""
+    app.command()(run)
+    app.command()(serve)
+    app.command()(work)
+    app.command(hidden=True)(trainer)
+    status.register(app)
+    store.register(app)
 
 
-class LocalRun:
-    """Conducts one run and knows how it ended."""
+def run(
+    spec_file: SpecFile,
+    overrides: Overrides = None,
+    folder: Folder = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; the old folder becomes FOLDER.old-N.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Run in the background; prints the process id.")
+    ] = False,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tokens=N|steps=N|minutes=N",
+            help="Stop early: merged tokens, inner steps of the furthest region, or minutes.",
+        ),
+    ] = None,
+    regions: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Start only these here; others may join."),
+    ] = None,
+) -> None:
+    """Run server and workers on this machine.
 
-    def __init__(
-        self,
-        plan: Plan,
-        launcher: Launcher,
-        link: Link,
-        progress: Progress,
-        *,
-        patience: Patience | None = None,
-        grace: float = GRACE_SECONDS,
-        poll: float = POLL_SECONDS,
-    ) -> None:
-        self.plan = plan
-        self.status: dict[str, Any] = {}
-        self.progress = progress
-        self._launcher = launcher
-        self._link = link
-        self._patience = patience
-        self._grace = grace
-        self._poll = poll
-        # Nothing a server says before it first listens is cured by another start.
-        self._server = Keeper(
-            launcher, plan.serve, patience=patience, incurable=frozenset(range(1, 128))
+    A folder that already holds the run is gone on with. Ctrl-C stops in good order, a second
+    one kills.
+    """
+    from diloco_cli.run import start as conduct
+
+    spec = _load(spec_file, overrides)
+    asked = conduct.RunOptions(
+        spec_file=spec_file,
+        overrides=tuple(overrides or ()),
+        folder=folder or _home(spec),
+        regions=_regions(spec, regions),
+        until=until,
+        fresh=fresh,
+    )
+    start = conduct.detach if detach else conduct.run
+    raise typer.Exit(start(spec, asked))
+
+
+def serve(
+    spec_file: SpecFile,
+    overrides: Overrides = None,
+    folder: Folder = None,
+    with_parent: WithParent = False,
+    failpoint: Annotated[str, typer.Option("--failpoint", hidden=True)] = "",
+) -> None:
+    """Run the aggregation server on this host."""
+    from diloco_cli.assemble import recipe_of, resolve
+    from diloco_cli.run.folder import refuse_foreign, refuse_served
+    from diloco_cli.server.lifecycle import serve as serve_run
+    from diloco_cli.spec.resolved import write_resolved
+    from diloco_cli.system import failpoints
+
+    spec = _load(spec_file, overrides)
+    home = folder or _home(spec)
+    refuse_foreign(home)
+    refuse_served(home)
+    write_resolved(spec, home)
+    parts = resolve(spec)
+    failpoints.arm(failpoint)
+    code = serve_run(
+        recipe_of(spec, parts), home, lambda: parts.model.init(spec.seed), with_parent=with_parent
+    )
+    raise typer.Exit(code)
+
+
+def work(
+    spec_file: SpecFile,
+    overrides: Overrides = None,
+    region: Region = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", envvar="DILOCO_SERVER", help="Where the server listens."),
+    ] = None,
+    folder: Folder = None,
+    wait: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="How long to try before the server first answers."),
+    ] = 60.0,
+    certs: CertsOption = None,
+    cores: Cores = "",
+    with_parent: WithParent = False,
+) -> None:
+    """Train one region on this host."""
+    from diloco_cli.assemble import resolve, shared_digest, shared_settings
+    from diloco_cli.run.folder import refuse_foreign
+    from diloco_cli.worker.agent import agent
+
+    spec = _load(spec_file, overrides)
+    name = _one_region(spec, region)
+    home = folder or _home(spec)
+    refuse_foreign(home)
+    url = _server_of(server, home)
+    identity = for_region(spec, name, certs)
+    forget_tokens(spec, name)
+    terms = agent.SharedSettings(
+        shared_settings(spec), shared_digest(spec), resolve(spec).layout.digest
+    )
+    code = agent.work(
+        spec,
+        name,
+        home,
+        url,
+        terms=terms,
+        cores=_cores(cores),
+        with_parent=with_parent,
+        wait=wait,
+        identity=identity,
+    )
+    raise typer.Exit(code)
+
+
+def trainer(
+    spec_file: SpecFile,
+    region: Region = None,
+    folder: Folder = None,
+    cores: Cores = "",
+    alone: Annotated[float, typer.Option("--alone", hidden=True)] = 60.0,
+) -> None:
+    """Train one region's inner steps; started by `diloco work`."""
+    # Loading JAX and tracing leave next to no garbage, and looking for it takes a tenth of
+    # the start. The trainer turns it on again when it has made its first step.
+    gc.disable()
+    from diloco_cli.worker.trainer.loop import train
+
+    spec = _load(spec_file, None)
+    name = _one_region(spec, region)
+    home = folder or _home(spec)
+    raise typer.Exit(train(spec, name, home, cores=_cores(cores), alone=alone))
+
+
+def _load(spec_file: Path, overrides: Sequence[str] | None) -> RunSpec:
+    """Loads a spec with every option written down."""
+    from diloco_cli.assemble import load_run, spelled_out
+
+    return spelled_out(load_run(spec_file, overrides or ()).spec)
+
+
+def _home(spec: RunSpec) -> Path:
+    from diloco_cli.run.folder import RUNS
+
+    return RUNS / spec.name
+
+
+def _regions(spec: RunSpec, asked: str | None) -> tuple[str, ...]:
+    from diloco_cli.errors import SpecError
+
+    known = [region.name for region in spec.regions]
+    if asked is None:
+        return tuple(known)
+    names = [name.strip() for name in asked.split(",") if name.strip()]
+    if not names:
+        raise SpecError(
+            f"--regions {asked!r} names no region.",
+            hint=f"The regions of {spec.name} are: {', '.join(known)}. Leave it out for all.",
         )
-        self._workers: dict[str, Keeper] = {}
-        self._url = ""
-        self._log = EventLog(plan.folder / "events.jsonl", "run")
-        self._began = time.monotonic()
-        self._empty_since: float | None = None
-        self._why = ""
-        """Why the run was stopped, where we know better than its server."""
+    return tuple(dict.fromkeys(_one_region(spec, name) for name in names))
 
-    def conduct(self) -> int:
-        """Runs to the end and says the exit code; raises what made it impossible."""
-        with Signals() as signals:
-            # Until they are gone this folder is theirs: nothing in it may be ended or written.
-            self._await_predecessors(signals)
-            if signals.count:
-                return signals.exit_code
-            try:
-                self._start(signals)
-                return self._watch(signals)
-            except OSError as error:
-                raise cannot_write(self.plan.folder, error) from error
-            except DilocoError as error:
-                self._why = _first_line(error.message)
-                raise
-            finally:
-                self._leave_nobody(signals)
-                self._log.close()
-                self._sum_up()
 
-    # -- start ------------------------------------------------------------------------
+def _one_region(spec: RunSpec, asked: str | None) -> str:
+    from diloco_cli.errors import SpecError
+    from diloco_cli.registry import nearest
 
-    def _await_predecessors(self, signals: Signals) -> None:
-        """Waits for what a killed `diloco run` left draining in this folder."""
-        folder = self.plan.folder
-        locks = {"server": folder / "server" / "lock"}
-        locks |= {name: folder / "regions" / name / "lock" for name in self.plan.regions}
-        deadline = time.monotonic() + PREDECESSOR_SECONDS
-        told = False
-        while busy := [name for name, lock in locks.items() if not is_free(lock)]:
-            if not told:
-                self.progress.say(f"waiting for an earlier run to let go of: {', '.join(busy)}")
-                told = True
-            if time.monotonic() > deadline:
-                raise RunFailed(
-                    f"{folder} is in use: another process holds {', '.join(busy)}.",
-                    hint=f"`diloco stop {folder}` ends it; `ps ax | grep {folder}` shows it.",
-                )
-            if signals.count:
-                return
-            signals.pause(0.2)
-
-    def _start(self, signals: Signals) -> None:
-        self._server.start(now=time.monotonic())
-        while not signals.count and not self._ask():
-            for change in self._tend():
-                self._tell(change)
-            self._server_must_go_on()
-            signals.pause(0.1)
-        if signals.count:
-            return
-        self._server.incurable = INCURABLE
-        self.progress.say(f"server at {self._url}")
-        for region in self.plan.regions:
-            keeper = Keeper(
-                self._launcher, self.plan.work(region, self._url), patience=self._patience
-            )
-            keeper.start(now=time.monotonic())
-            self._workers[region] = keeper
-
-    def _find_server(self) -> bool:
-        """Says whether the server we started listens, and remembers where."""
-        address = address_of(self.plan.folder)
-        handle = self._server.handle
-        if handle is None or address.get("pid") != handle.pid:
-            return False
-        url = str(address.get("url"))
-        if self._url and url != self._url:
-            # A restarted server could not have its port back, so the workers must follow it.
-            for region, keeper in self._workers.items():
-                keeper.move(self.plan.work(region, url))
-        self._url = url
-        return True
-
-    # -- watch ------------------------------------------------------------------------
-
-    def _watch(self, signals: Signals) -> int:
-        while True:
-            for change in self._tend():
-                self._tell(change)
-            if signals.count:
-                self._why = f"{signals.name} received"
-                self._wind_down(signals, "stopping; once more kills at once")
-                return signals.exit_code
-            fresh = self._ask()
-            if fresh:
-                self.progress.show(fresh)
-                if fresh.get("state") in ENDED:
-                    self._server.retire()  # It goes by itself when everybody has heard.
-            self._server_must_go_on()
-            if self._all_over(fresh):
-                return 0
-            if why := self._reason_to_stop(fresh):
-                self._why = why
-                self._wind_down(signals, f"{why}; stopping")
-                return signals.exit_code if signals.count else 0
-            signals.pause(self._until_next_look())
-
-    def _all_over(self, fresh: dict[str, Any] | None) -> bool:
-        """Says whether the run ended as it should; raises when it can never end."""
-        left = [keeper for keeper in self._workers.values() if keeper.over]
-        if self._state() in ENDED and len(left) == len(self._workers):
-            return True
-        if self._server.state == "done":
-            if self._state() not in ENDED:
-                self.progress.say("the server was stopped; stopping the workers")
-            return True
-        possible = self.plan.elsewhere + len(self._workers) - len(left)
-        # Only a server that answers now can know that nothing is over yet: the workers of
-        # a finished run leave before we have heard of its end.
-        if possible >= self.plan.quorum or not fresh or fresh.get("state") in ENDED:
-            self._empty_since = None
-            return False
-        self._quorum_is_lost(left, possible)
-        return False
-
-    def _quorum_is_lost(self, left: Sequence[Keeper], possible: int) -> None:
-        failed = [keeper for keeper in left if keeper.state == "gone"]
-        if not failed:
-            # Everybody left politely. A run that is being stopped looks like this for a moment.
-            self._empty_since = self._empty_since or time.monotonic()
-            if time.monotonic() - self._empty_since < self._grace / 2:
-                return
-        if failed and possible == 0 and len({keeper.code for keeper in left}) == 1:
-            raise error_like(failed[0].code or 1, failed[0].role.name, failed[0].why)
-        reasons = "; ".join(f"{k.role.name}: {_first_line(k.why)}" for k in failed)
-        raise QuorumLost(
-            f"{possible} of the regions can still contribute, a round needs {self.plan.quorum}"
-            f" ({reasons or 'all others have left'}).",
-            hint=f"Look into {self.plan.folder / 'logs'}; the same command goes on from here.",
+    names = [region.name for region in spec.regions]
+    if asked in names:
+        return asked
+    if not asked:
+        raise SpecError(
+            "Which region is this? Neither --region nor DILOCO_REGION says so.",
+            hint=f"The regions of {spec.name} are: {', '.join(names)}.",
         )
+    raise SpecError(
+        f"There is no region {asked!r} in {spec.name}; it has {', '.join(names)}.",
+        hint=nearest(asked, names, "Known regions"),
+    )
 
-    def _server_must_go_on(self) -> None:
-        if self._server.state == "gone":
-            raise error_like(self._server.code or 1, "the server", self._server.why)
 
-    def _reason_to_stop(self, fresh: dict[str, Any] | None) -> str:
-        """Says why the run is over before its budget; empty while it is not."""
-        goal, seconds = self.plan.goal, time.monotonic() - self._began
-        return (
-            f"reached --until {goal}" if goal and goal.reached(self.status, seconds=seconds) else ""
+def _server_of(asked: str | None, folder: Path) -> str:
+    from diloco_cli.errors import SpecError
+    from diloco_cli.run.folder import address_of
+
+    found = asked or address_of(folder).get("url")
+    if not found:
+        raise SpecError(
+            "Where is the server? Neither --server nor DILOCO_SERVER says so, and "
+            f"{folder} has no server running.",
+            hint="Start it with `diloco serve SPEC`; it prints its URL.",
         )
-
-    def _until_next_look(self) -> float:
-        return self._poll
-
-    def _state(self) -> str:
-        """Says the run's state from the newest source: the server, or what it wrote last."""
-        if self._server.over:
-            return str(last_summary(self.plan.folder).get("state") or self.status.get("state"))
-        return str(self.status.get("state"))
-
-    def _tend(self) -> Iterator[Change]:
-        for keeper in (self._server, *self._workers.values()):
-            if change := keeper.tend(now=time.monotonic()):
-                yield change
-
-    def _ask(self) -> dict[str, Any] | None:
-        if self._server.state != "running" or not self._find_server():
-            return None
-        try:
-            self.status = self._link.status(self._url)
-        except (LinkError, WireError):
-            return None
-        for region in self.status.get("regions") or []:
-            if failed := self._failed.get(region.get("name")):
-                region["failed"] = failed
-        return self.status
-
-    @property
-    def _failed(self) -> dict[str, str]:
-        """Regions whose worker is not started again, each with its last words."""
-        gone = {name: keeper for name, keeper in self._workers.items() if keeper.state == "gone"}
-        return {name: _first_line(keeper.why) for name, keeper in gone.items()}
-
-    def _tell(self, change: Change) -> None:
-        server = change.name == "server"
-        region = {} if server else {"region": change.name}
-        facts = {"code": change.code, "why": change.why, "restarts": change.restarts}
-        if change.what == "died":
-            self.progress.say(
-                f"{change.name} died: {_first_line(change.why)}; again in {change.delay:.0f} s"
-            )
-        elif change.what == "restarted":
-            self._log.note(f"{'server' if server else 'worker'}-restarted", **region, **facts)
-            self.progress.say(f"{change.name} runs again (restart {change.restarts})")
-        elif change.what == "gone" and not server:
-            self._log.note("worker-gone", **region, **facts)
-            self.progress.say(f"{change.name} cannot go on: {change.why}")
-        elif change.what == "left" and not server and self._state() == "training":
-            self.progress.say(f"the worker of {change.name} has ended")
-
-    # -- end --------------------------------------------------------------------------
-
-    def _wind_down(self, signals: Signals, why: str) -> None:
-        """Lets the run drain: the server tells the workers, each leaves when it is done."""
-        self.progress.say(why)
-        for keeper in (self._server, *self._workers.values()):
-            keeper.retire()
-        if not self._ask_to_stop():
-            for keeper in self._workers.values():
-                if keeper.handle:
-                    keeper.handle.ask()
-        deadline = time.monotonic() + self._grace
-        while not all(keeper.over for keeper in self._workers.values()):
-            if signals.impatient or time.monotonic() > deadline:
-                return
-            for change in self._tend():
-                self._tell(change)
-            if fresh := self._ask():
-                self.progress.show(fresh)
-            signals.pause(0.2)
-
-    def _ask_to_stop(self) -> bool:
-        try:
-            if self._url:
-                self._link.stop(self._url)
-            return bool(self._url)
-        except (LinkError, WireError):
-            return False
-
-    def _leave_nobody(self, signals: Signals) -> None:
-        """Stops what still runs: workers first, so that their last words find a server."""
-        grace = 0.0 if signals.impatient else self._grace
-        for keepers in (list(self._workers.values()), [self._server]):
-            handles = [keeper.handle for keeper in keepers if keeper.handle]
-            self._launcher.stop(handles, grace=grace, hurry=lambda: signals.impatient)
-        # A trainer that outlived a killed worker is in no group of ours.
-        for region in self.plan.regions:
-            end_trainer(Mailbox(self.plan.folder / "regions" / region))
-
-    def summary(self) -> dict[str, Any]:
-        """What the run came to; empty if it never came to anything."""
-        return last_summary(self.plan.folder)
-
-    def _sum_up(self) -> None:
-        """Adds to the server's summary what only we know, or writes down what is known."""
-        before = last_summary(self.plan.folder)
-        found = before or self._without_summary()
-        if found.get("state") == "stopped" and self._why:
-            found = {**found, "why": self._why, "regions_go_on": False}
-        regions = dict(found.get("regions") or {})
-        for name, failed in self._failed.items():
-            regions[name] = {**regions.get(name, {}), "failed": failed}
-        if found and regions:
-            found = {**found, "regions": regions}
-        if found != before:
-            with contextlib.suppress(OSError):
-                write_json(self.plan.folder / "summary.json", found)
-
-    def _without_summary(self) -> dict[str, Any]:
-        if not self.status:
-            return {"state": "stopped", "why": self._why} if self._why else {}
-        state = self.status.get("state")
-        return {
-            **{key: self.status.get(key) for key in _SUMMARY},
-            "state": state if state in ENDED else "stopped",
-            "wall_seconds": round(time.monotonic() - self._began, 1),
-        }
+    return str(found)
 
 
-_SUMMARY = ("run", "name", "tokens", "loss", "outer_steps", "wire", "goodput", "goodputs")
+def _cores(text: str) -> tuple[int, ...] | None:
+    from diloco_cli.errors import SpecError
 
-
-def error_like(code: int, who: str, why: str) -> DilocoError:
-    """Makes a child's failure our own: same exit code, its words and its hint."""
-    message, _, hint = why.partition("\nhint: ")
-    kind = _ERRORS.get(code, RunFailed)
-    said = message.strip() or f"it ended with code {code}"
-    return kind(f"{who}: {said}" if who else said, hint=hint.strip() or None)
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(document, indent=2) + "\n")
-    os.replace(draft, path)
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
+    try:
+        return tuple(int(core) for core in text.split(",")) if text else None
+    except ValueError:
+        raise SpecError(f"--cores {text} is not a list of numbers.", hint="As in 0,1,2.") from None

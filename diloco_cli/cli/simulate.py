@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_cli.cli.author import Format, OutputFormat, Overrides
+from diloco_cli.cli.spec import Format, OutputFormat, Overrides
 
 if TYPE_CHECKING:
-    from diloco_cli.sim.sweep import Rehearsed
-    from diloco_cli.sim.verdict import Verdict
+    from diloco_cli.bench.published.verdict import Verdict
+    from diloco_cli.sim.sweep import SimulatedCell
 
 Links = Annotated[
     list[str] | None,
@@ -95,7 +95,7 @@ def simulate(
     Presets repeat published tables and say cell by cell whether they agree: streaming-table4,
     decoupled-table1, dp-bandwidth, hetero, llama3, 12b-four-regions, planet.
     """
-    from diloco_cli.sim.presets import PRESETS
+    from diloco_cli.bench.published.presets import PRESETS
 
     if what in PRESETS:
         given = {
@@ -112,8 +112,8 @@ def simulate(
         _refuse_options(what, given)
         _preset(PRESETS[what](seed=seed), plot, format)
         return
-    from diloco_cli.sim.rehearsal import World, parse_span
     from diloco_cli.sim.scenario import Recovery
+    from diloco_cli.sim.world import World, parse_span
 
     world = World(
         step=parse_span(step) if step else None,
@@ -139,7 +139,7 @@ def simulate(
 
         faults.save(found[0].scenario.faults, record)
     if plot is not None:
-        from diloco_cli.sim.plot import plot_outcomes
+        from diloco_cli.bench.published.plot import plot_outcomes
 
         plot_outcomes(found, plot)
     _print_json(_data(found)) if format is Format.json else _print_outcomes(found)
@@ -169,11 +169,11 @@ def _kind(kind: str) -> Any:
 
 def _rehearse(
     what: str, overrides: Sequence[str], world: Any, vary: Sequence[str]
-) -> list[Rehearsed]:
+) -> list[SimulatedCell]:
     from diloco_cli.assemble import load_run
+    from diloco_cli.bench.published.presets import PRESETS
     from diloco_cli.errors import SpecError
     from diloco_cli.registry import nearest
-    from diloco_cli.sim.presets import PRESETS
     from diloco_cli.sim.sweep import parse_vary, sweep
 
     if not Path(what).exists() and not what.endswith((".yaml", ".yml")):
@@ -211,7 +211,7 @@ def _columns() -> dict[str, Any]:
     }
 
 
-def _data(found: Sequence[Rehearsed]) -> dict[str, Any]:
+def _data(found: Sequence[SimulatedCell]) -> dict[str, Any]:
     columns = _columns()
     return {
         "columns": list(columns),
@@ -222,7 +222,7 @@ def _data(found: Sequence[Rehearsed]) -> dict[str, Any]:
     }
 
 
-def _beside(one: Rehearsed) -> dict[str, Any]:
+def _beside(one: SimulatedCell) -> dict[str, Any]:
     """What one synchronous job makes of the same faults."""
     from diloco_cli.sim.synchronous import synchronous
 
@@ -234,7 +234,7 @@ def _beside(one: Rehearsed) -> dict[str, Any]:
     }
 
 
-def _print_outcomes(found: Sequence[Rehearsed]) -> None:
+def _print_outcomes(found: Sequence[SimulatedCell]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -260,7 +260,7 @@ def _print_outcomes(found: Sequence[Rehearsed]) -> None:
 
 def _preset(verdict: Verdict, plot: Path | None, format: Format) -> None:
     if plot is not None:
-        from diloco_cli.sim.plot import plot_verdict
+        from diloco_cli.bench.published.plot import plot_verdict
 
         plot_verdict(verdict, plot)
     if format is Format.json:

@@ -73,7 +73,7 @@ class Norms:
 
 
 @dataclass(frozen=True, slots=True)
-class Conduct:
+class GuardRecord:
     """What was found in one region's latest contributions.
 
     One that is unfit again and again is not waited for and not merged: in quarantine. It
@@ -89,14 +89,14 @@ class Conduct:
     last: str = ""
     """Why the last unfit one was."""
 
-    def found(self, unfit: str | None) -> Conduct:
+    def found(self, unfit: str | None) -> GuardRecord:
         """Takes note of one more contribution: sound, or unfit for this reason."""
         if unfit is not None:
             strikes = self.strikes + 1
-            return Conduct(strikes, 0, self.quarantined or strikes >= STRIKES, unfit)
+            return GuardRecord(strikes, 0, self.quarantined or strikes >= STRIKES, unfit)
         if not self.quarantined or self.sound + 1 >= PAROLE:
-            return Conduct()
-        return Conduct(0, self.sound + 1, True, self.last)
+            return GuardRecord()
+        return GuardRecord(0, self.sound + 1, True, self.last)
 
     @property
     def why(self) -> str:

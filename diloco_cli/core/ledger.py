@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from diloco_cli.core.guard import Conduct, Norms
-from diloco_cli.core.rounds import Decision, Receipt, Standing
+from diloco_cli.core.guard import GuardRecord, Norms
+from diloco_cli.core.rounds import Decision, Receipt, RegionRecord
 
 Record = Mapping[str, Any]
 MOST_EVALUATIONS = 512
@@ -38,7 +38,7 @@ NEWS = frozenset({"called", "dropped", "published", "end", "finished"})
 
 
 @dataclass(slots=True)
-class Made:
+class MadeVersion:
     """What a version was made of: with the version before, enough to make it again."""
 
     version: int
@@ -50,13 +50,13 @@ class Made:
     """All of it is on the disk; otherwise it is made again from its contributions."""
 
     @classmethod
-    def of(cls, record: Record) -> Made:
+    def of(cls, record: Record) -> MadeVersion:
         receipts = {key: Receipt(**it) for key, it in record["receipts"].items()}
         return cls(**{**record, "receipts": receipts})
 
 
 @dataclass(slots=True)
-class Slot:
+class FragmentState:
     """One fragment, as the server sees it."""
 
     version: int = 0
@@ -73,7 +73,7 @@ class Slot:
     published: str = ""
     state: str = ""
     """Digest of everything the server keeps of the newest version; empty before the first."""
-    made: list[Made] = field(default_factory=list)
+    made: list[MadeVersion] = field(default_factory=list)
     """The versions after the last stored one, or up to it if that is the newest."""
     norms: Norms = field(default_factory=Norms)
     """Of the latest accepted contributions."""
@@ -89,24 +89,24 @@ class Slot:
         return self.version - len(self.unstored)
 
     @property
-    def unstored(self) -> list[Made]:
+    def unstored(self) -> list[MadeVersion]:
         """What must be made again if this server dies, oldest first."""
         return [] if not self.made or self.made[-1].stored else self.made
 
     @classmethod
-    def of(cls, record: Record) -> Slot:
+    def of(cls, record: Record) -> FragmentState:
         """A slot as a snapshot has it."""
         slot = cls(**record)
         for name in ("waiting", "closing"):
             setattr(slot, name, {key: Receipt(**it) for key, it in getattr(slot, name).items()})
-        slot.made = [Made.of(each) for each in record["made"]]
+        slot.made = [MadeVersion.of(each) for each in record["made"]]
         slot.decided = {key: Decision(**it) for key, it in record["decided"].items()}
         slot.norms = Norms(**{key: tuple(seen) for key, seen in record["norms"].items()})
         return slot
 
 
 @dataclass(slots=True)
-class Member:
+class RegionOwner:
     """Who may speak for a region."""
 
     owner: str
@@ -116,8 +116,8 @@ class Member:
 
 @dataclass(slots=True)
 class Ledger:
-    slots: list[Slot]
-    regions: dict[str, Member] = field(default_factory=dict)
+    slots: list[FragmentState]
+    regions: dict[str, RegionOwner] = field(default_factory=dict)
     news: int = 0
     end: str = ""
     finished: str = ""
@@ -125,7 +125,7 @@ class Ledger:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
     """Contributions refused or returned, by region."""
-    conduct: dict[str, Conduct] = field(default_factory=dict)
+    conduct: dict[str, GuardRecord] = field(default_factory=dict)
     """What was found in each region's latest contributions."""
     bytes_up: int = 0
     values_up: int = 0
@@ -133,11 +133,11 @@ class Ledger:
 
     @classmethod
     def empty(cls, fragments: int) -> Ledger:
-        return cls([Slot() for _ in range(fragments)])
+        return cls([FragmentState() for _ in range(fragments)])
 
-    def standing(self, region: str, fragment: int) -> Standing:
+    def standing(self, region: str, fragment: int) -> RegionRecord:
         slot, member = self.slots[fragment], self.regions.get(region)
-        return Standing(
+        return RegionRecord(
             epoch=member.epoch if member else 0,
             version=slot.version,
             merged=slot.merged.get(region, ""),
@@ -174,11 +174,11 @@ class Ledger:
         """Stands where a snapshot stood."""
         for each in fields(self):
             setattr(self, each.name, record[each.name])
-        self.slots = [Slot.of(slot) for slot in record["slots"]]
-        self.regions = {name: Member(**member) for name, member in record["regions"].items()}
+        self.slots = [FragmentState.of(slot) for slot in record["slots"]]
+        self.regions = {name: RegionOwner(**member) for name, member in record["regions"].items()}
         self.evaluations = [dict(each) for each in record["evaluations"]]
         self.refused = dict(record["refused"])
-        self.conduct = {name: Conduct(**found) for name, found in record["conduct"].items()}
+        self.conduct = {name: GuardRecord(**found) for name, found in record["conduct"].items()}
 
     def apply(self, number: int, record: Record) -> None:
         kind = record["kind"]
@@ -190,7 +190,7 @@ class Ledger:
 
 
 def _joined(ledger: Ledger, record: Record) -> None:
-    ledger.regions[record["region"]] = Member(record["owner"], record["boot"], record["epoch"])
+    ledger.regions[record["region"]] = RegionOwner(record["owner"], record["boot"], record["epoch"])
 
 
 def _called(ledger: Ledger, record: Record) -> None:
@@ -214,7 +214,7 @@ def _decided(ledger: Ledger, record: Record) -> None:
 
 
 def _looked_at(ledger: Ledger, region: str, record: Record) -> None:
-    fate, known = record["fate"], ledger.conduct.get(region, Conduct())
+    fate, known = record["fate"], ledger.conduct.get(region, GuardRecord())
     if record.get("sound") or (fate == "pending" and known.quarantined):
         ledger.conduct[region] = known.found(None)
     elif fate == "refused":
@@ -235,7 +235,7 @@ def _dropped(ledger: Ledger, record: Record) -> None:
     slot.decided[region] = Decision(receipt.clock, receipt.digest, record["fate"], record["why"])
     ledger.refused[region] = ledger.refused.get(region, 0) + 1
     if record.get("alone"):
-        ledger.conduct[region] = ledger.conduct.get(region, Conduct()).found(record["why"])
+        ledger.conduct[region] = ledger.conduct.get(region, GuardRecord()).found(record["why"])
     if not slot.closing:
         slot.phase = "idle"
 
@@ -246,11 +246,11 @@ def _published(ledger: Ledger, record: Record) -> None:
         slot.merged[region] = receipt.digest
         slot.decided[region] = Decision(receipt.clock, receipt.digest, "merged")
         slot.applied[region] = slot.applied.get(region, 0.0) + receipt.tokens
-        ledger.conduct[region] = ledger.conduct.get(region, Conduct()).found(None)
+        ledger.conduct[region] = ledger.conduct.get(region, GuardRecord()).found(None)
     slot.version, slot.phase = record["version"], "idle"
     slot.published, slot.state = record["published"], record.get("state", "")
     stored = record.get("stored", True)
-    made = Made(slot.version, slot.state, slot.closing, slot.drain, stored)
+    made = MadeVersion(slot.version, slot.state, slot.closing, slot.drain, stored)
     slot.made, slot.closing = [*slot.unstored, made], {}
     ledger.outer_steps += 1
 
@@ -295,7 +295,7 @@ _HANDLERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class Admitted:
     """The join is granted; `new` says that it must be journaled first."""
 
     epoch: int
@@ -309,8 +309,8 @@ class TurnedAway:
 
 
 def admit_worker(
-    member: Member | None, owner: str, boot: int, *, lease_left: float
-) -> Welcome | TurnedAway:
+    member: RegionOwner | None, owner: str, boot: int, *, lease_left: float
+) -> Admitted | TurnedAway:
     """Says whether a worker may speak for a region.
 
     A retried join gets the same epoch again, so a lost reply fences nobody. A second
@@ -318,18 +318,18 @@ def admit_worker(
     in turn.
     """
     if member is None:
-        return Welcome(1, new=True)
+        return Admitted(1, new=True)
     if member.owner != owner:
         if lease_left > 0:
             return TurnedAway(
                 "held", f"another worker holds this region for {lease_left:.0f} more seconds"
             )
-        return Welcome(member.epoch + 1, new=True)
+        return Admitted(member.epoch + 1, new=True)
     if boot == member.boot:
-        return Welcome(member.epoch, new=False)
+        return Admitted(member.epoch, new=False)
     if boot < member.boot:
         return TurnedAway(
             "older-copy",
             f"start {boot} of this region's folder, but start {member.boot} was seen before",
         )
-    return Welcome(member.epoch + 1, new=True)
+    return Admitted(member.epoch + 1, new=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from diloco_cli.core.ledger import Slot
+from diloco_cli.core.ledger import FragmentState
 from diloco_cli.spec.schema import SyncSpec
 
 Seconds = float
@@ -34,7 +34,7 @@ Reports = Mapping[str, Sequence[Report]]
 
 
 def due(
-    slots: Sequence[Slot], reports: Reports, live: Collection[str], sync: SyncSpec
+    slots: Sequence[FragmentState], reports: Reports, live: Collection[str], sync: SyncSpec
 ) -> list[int]:
     """Lists the fragments to call now, while the run goes on."""
     if len(live) < sync.quorum:
@@ -51,7 +51,9 @@ def due(
     ]
 
 
-def due_at_end(slots: Sequence[Slot], reports: Reports, live: Collection[str]) -> list[int]:
+def due_at_end(
+    slots: Sequence[FragmentState], reports: Reports, live: Collection[str]
+) -> list[int]:
     """Lists the fragments to call after the end: whatever still waits or is still held."""
     return [
         number
@@ -61,20 +63,20 @@ def due_at_end(slots: Sequence[Slot], reports: Reports, live: Collection[str]) -
     ]
 
 
-def _is_unanswered(slot: Slot) -> bool:
+def _is_unanswered(slot: FragmentState) -> bool:
     # A frame made on the current version waits although nobody is called: its round lost
     # all its members when it closed. The call still stands; with overlap 0 the region even
     # makes no step, and so sets no pace, before a newer version comes.
     return any(receipt.base == slot.version for receipt in slot.waiting.values())
 
 
-def _threshold(number: int, slot: Slot, fragments: int, every: int) -> float:
+def _threshold(number: int, slot: FragmentState, fragments: int, every: int) -> float:
     # Staggered at first, so that later fragments do not all travel at once.
     return every * (number + 1) / fragments if slot.version == 0 else every
 
 
 def _quorum_steps(
-    number: int, slot: Slot, reports: Reports, live: Collection[str], quorum: int
+    number: int, slot: FragmentState, reports: Reports, live: Collection[str], quorum: int
 ) -> float:
     steps = sorted(
         (

@@ -102,7 +102,7 @@ Answer = Accept | Recorded | Fenced | Returned | Refused | Foreign | Ahead
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RegionRecord:
     """What the server knows when a frame arrives."""
 
     epoch: int
@@ -114,7 +114,7 @@ class Standing:
 
 def admit(
     receipt: Receipt,
-    standing: Standing,
+    standing: RegionRecord,
     *,
     epoch: int,
     alpha: float,

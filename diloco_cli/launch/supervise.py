@@ -16,7 +16,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco_cli.launch.local import Handle, Launcher, Role
+from diloco_cli.launch.subprocesses import Handle, Launcher, Role
 
 LEFT = frozenset({0, 128 + signal.SIGINT, 128 + signal.SIGTERM})
 """Exit codes of a process that stopped because it was asked to, or had nothing left to do."""
@@ -53,7 +53,7 @@ class Change:
     restarts: int = 0
 
 
-class Keeper:
+class Supervisor:
     """Keeps one process running."""
 
     def __init__(

@@ -13,7 +13,7 @@ from typing import Literal
 
 import httpx
 
-from diloco_cli.net.identity import Identity
+from diloco_cli.net.credentials import Credentials
 
 Carrier = Literal["pyreqwest", "httpx"]
 
@@ -27,7 +27,7 @@ CONNECTION_WINDOW_BYTES = 128 << 20
 
 
 def make_transport(
-    url: str, *, bulk: bool, carrier: Carrier, connect: float, probe: float, identity: Identity
+    url: str, *, bulk: bool, carrier: Carrier, connect: float, probe: float, identity: Credentials
 ) -> httpx.BaseTransport:
     """Makes what speaks HTTP/2 with `url`; nothing from the environment changes where it connects.
 
@@ -43,9 +43,9 @@ def make_transport(
             verify=identity.context() if tls else False,
             trust_env=False,
         )
-    from diloco_cli.net.bulk import BulkTransport
+    from diloco_cli.net.backends import PyreqwestTransport
 
-    return BulkTransport.connect(
+    return PyreqwestTransport.connect(
         prior_knowledge=not tls,
         connect=timedelta(seconds=connect),
         probe=timedelta(seconds=probe),
@@ -55,7 +55,7 @@ def make_transport(
     )
 
 
-def standing_headers(url: str, identity: Identity) -> dict[str, str]:
+def standing_headers(url: str, identity: Credentials) -> dict[str, str]:
     """What every request to `url` carries; refuses to say a secret where others can hear it."""
     identity.check(url)
     # Frames and weights are compressed already or do not compress.

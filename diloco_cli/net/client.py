@@ -10,7 +10,7 @@ the protocol treats as an answer is returned as one: the fate of a contribution 
 Long bodies travel in parts and ranges over several connections and go on where they broke
 off. Control calls have a connection of their own, so that they never wait behind a body.
 
-A `Server` keeps its connections to itself: use one in each thread.
+A `Client` keeps its connections to itself: use one in each thread.
 """
 
 from __future__ import annotations
@@ -24,19 +24,11 @@ from typing import Any, TypeVar
 import httpx
 
 from diloco_cli.errors import StoreError, WireError
-from diloco_cli.net.freight import Freight
-from diloco_cli.net.gauge import MOST_LANES, PART_BYTES
-from diloco_cli.net.identity import NOBODY, Identity
-from diloco_cli.net.refusal import (
-    Fenced,
-    Gone,
-    Held,
-    OlderCopy,
-    other_wire,
-    read,
-    refusal,
-)
-from diloco_cli.net.transport import Carrier, Link, Retry, Timeouts
+from diloco_cli.net.connection import Carrier, Connection, Retry, Timeouts
+from diloco_cli.net.credentials import NOBODY, Credentials
+from diloco_cli.net.refusal import FencedError, Gone, Held, OlderCopy, other_wire, read, refusal
+from diloco_cli.net.transfer.bodies import Transfer
+from diloco_cli.net.transfer.throughput import MOST_LANES, PART_BYTES
 from diloco_cli.wire import messages
 from diloco_cli.wire.frame import Frame, most_bytes, open_frame, read_chain
 from diloco_cli.wire.messages import (
@@ -57,7 +49,7 @@ from diloco_cli.wire.messages import (
     parse_error,
 )
 
-__all__ = ["Fenced", "Gone", "Held", "OlderCopy", "Server"]
+__all__ = ["Client", "FencedError", "Gone", "Held", "OlderCopy"]
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -68,7 +60,7 @@ MOST_ANSWER_BYTES = 16 << 20
 JSON = {"content-type": "application/json"}
 
 
-class Server:
+class Client:
     """The aggregation server at `url`."""
 
     def __init__(
@@ -85,7 +77,7 @@ class Server:
         lanes: int = MOST_LANES,
         rate_limit: float | None = None,
         say: Callable[[str], None] | None = None,
-        identity: Identity = NOBODY,
+        identity: Credentials = NOBODY,
     ) -> None:
         """Opens no connection yet. `run` is the run's id; `run()` learns it when left out.
 
@@ -99,8 +91,8 @@ class Server:
         self._about: Run | None = None
         options: dict[str, Any] = {"timeouts": self.timeouts, "retry": retry, "stop": stop}
         options["identity"] = identity
-        self._control = Link(url, bulk=control == "pyreqwest", carrier=control, **options)
-        self._freight = Freight(
+        self._control = Connection(url, bulk=control == "pyreqwest", carrier=control, **options)
+        self._freight = Transfer(
             url,
             carrier=carrier,
             part_bytes=part_bytes,
@@ -117,7 +109,7 @@ class Server:
         self._control.close()
         self._freight.close()
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -332,7 +324,7 @@ class Server:
         """Fetches bytes that never change; what `receive` refuses is fetched again."""
         return self._freight.fetch(path, receive, most=most, headers=self.headers())
 
-    def lane(self, number: int) -> Link:
+    def lane(self, number: int) -> Connection:
         """One of the connections for bodies."""
         return self._freight.lane(number)
 

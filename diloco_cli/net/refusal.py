@@ -21,7 +21,7 @@ from diloco_cli.wire.messages import WIRE_HEADER, WIRE_VERSION, parse_error
 MOST_REFUSAL_BYTES = 1 << 20
 
 
-class Fenced(DilocoError):
+class FencedError(DilocoError):
     """Another worker speaks for this region now; stop training and join again."""
 
 
@@ -68,7 +68,7 @@ def refusal(url: str, status: int, body: bytes) -> DilocoError:
     error, beside = found
     message, hint = error.message, error.hint
     if status == 412:
-        return Fenced(message, hint=hint)
+        return FencedError(message, hint=hint)
     if status == 409 and error.code == "held":
         seconds = beside.get("retry_seconds")
         return Held(message, hint=hint, retry_seconds=_positive(seconds, otherwise=1.0))

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from diloco_cli.observe.metrics import GOODPUTS, warnings
-from diloco_cli.observe.words import amount, bits, bytes_, loss, percent, seconds, state_of
+from diloco_cli.observe.units import amount, bits, bytes_, loss, percent, seconds, state_of
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --bad: #cf222e; }

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.observe.appending import Appending
-from diloco_cli.observe.reading import EVERYTHING, Reader
+from diloco_cli.observe.event_file import EventFile
+from diloco_cli.observe.event_reader import EVERYTHING, EventReader
 
 MOST_BYTES = 64 << 20
 LARGEST_LINE = 4096
@@ -30,80 +30,94 @@ LONGEST_TEXT = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class EventKind:
     """A kind of event: what it means and which fields it may carry."""
 
     meaning: str
     fields: tuple[str, ...] = ()
 
 
-KINDS: Mapping[str, Kind] = {
-    "run-started": Kind("a process of the run began", ("run", "name", "url", "version", "resumed")),
-    "run-finished": Kind("the budget is spent and everything is merged", ("why", "tokens")),
-    "run-stopped": Kind("somebody stopped the run before its end", ("why",)),
-    "run-ended": Kind("the budget is reached; what is held is being drained", ("why", "tokens")),
-    "server-started": Kind("the server listens", ("url", "pid", "recovered", "seconds_taken")),
-    "server-restarted": Kind("the server died and was started again", ("code", "why", "restarts")),
-    "worker-restarted": Kind(
+KINDS: Mapping[str, EventKind] = {
+    "run-started": EventKind(
+        "a process of the run began", ("run", "name", "url", "version", "resumed")
+    ),
+    "run-finished": EventKind("the budget is spent and everything is merged", ("why", "tokens")),
+    "run-stopped": EventKind("somebody stopped the run before its end", ("why",)),
+    "run-ended": EventKind(
+        "the budget is reached; what is held is being drained", ("why", "tokens")
+    ),
+    "server-started": EventKind("the server listens", ("url", "pid", "recovered", "seconds_taken")),
+    "server-restarted": EventKind(
+        "the server died and was started again", ("code", "why", "restarts")
+    ),
+    "worker-restarted": EventKind(
         "a region's worker died and was started again", ("region", "code", "why", "restarts")
     ),
-    "worker-gone": Kind(
+    "worker-gone": EventKind(
         "a region's worker will not be started again", ("region", "code", "why", "restarts")
     ),
-    "joined": Kind("a region took its lease", ("region", "epoch", "owner", "boot")),
-    "lapsed": Kind("a region's lease ran out", ("region", "silent_seconds")),
-    "revived": Kind("a region with a lapsed lease is back", ("region", "silent_seconds")),
-    "fenced": Kind("a region was told that another worker has its place", ("region", "epoch")),
-    "left": Kind("a region said goodbye", ("region", "why")),
-    "called": Kind("every live region is asked for a fragment", ("fragment", "version", "why")),
-    "accepted": Kind(
+    "joined": EventKind("a region took its lease", ("region", "epoch", "owner", "boot")),
+    "lapsed": EventKind("a region's lease ran out", ("region", "silent_seconds")),
+    "revived": EventKind("a region with a lapsed lease is back", ("region", "silent_seconds")),
+    "fenced": EventKind("a region was told that another worker has its place", ("region", "epoch")),
+    "left": EventKind("a region said goodbye", ("region", "why")),
+    "called": EventKind(
+        "every live region is asked for a fragment", ("fragment", "version", "why")
+    ),
+    "accepted": EventKind(
         "a contribution is durable and waits for its round",
         ("region", "fragment", "version", "base", "clock", "digest", "tokens", "steps", "bytes"),
     ),
-    "returned": Kind(
+    "returned": EventKind(
         "a contribution came back; its work is kept and sent again",
         ("region", "fragment", "version", "base", "clock", "digest", "why"),
     ),
-    "refused": Kind(
+    "refused": EventKind(
         "a contribution was unfit and its work is dropped",
         ("region", "fragment", "version", "base", "clock", "digest", "tokens", "why"),
     ),
-    "quarantined": Kind("a region's work is kept out until it is sound again", ("region", "why")),
-    "foreign": Kind(
+    "quarantined": EventKind(
+        "a region's work is kept out until it is sound again", ("region", "why")
+    ),
+    "foreign": EventKind(
         "a contribution came from an older copy of its region",
         ("region", "fragment", "version", "base", "clock", "digest", "why"),
     ),
-    "closed": Kind(
+    "closed": EventKind(
         "a round has its members", ("fragment", "version", "members", "weights", "why", "drain")
     ),
-    "published": Kind(
+    "published": EventKind(
         "a version became visible",
         ("fragment", "version", "members", "bytes", "seconds_taken", "tokens"),
     ),
-    "adopted": Kind(
+    "adopted": EventKind(
         "a region took a version over", ("region", "fragment", "version", "merged", "step")
     ),
-    "evaluated": Kind(
+    "evaluated": EventKind(
         "the global weights were measured on held-out text",
         ("region", "versions", "loss", "outer_steps"),
     ),
-    "trainer-started": Kind("a region's trainer was started", ("region", "pid", "restarts")),
-    "trainer-adopted": Kind(
+    "trainer-started": EventKind("a region's trainer was started", ("region", "pid", "restarts")),
+    "trainer-adopted": EventKind(
         "a new worker took over the trainer of one that died", ("region", "pid", "step")
     ),
-    "trainer-died": Kind("a region's trainer ended unasked", ("region", "pid", "code", "why")),
-    "trainer-exited": Kind("a region's trainer ended in order", ("region", "pid", "why")),
-    "first-step": Kind(
+    "trainer-died": EventKind("a region's trainer ended unasked", ("region", "pid", "code", "why")),
+    "trainer-exited": EventKind("a region's trainer ended in order", ("region", "pid", "why")),
+    "first-step": EventKind(
         "a trainer made its first inner step; what it took, in seconds, and tokens it had lost",
         ("region", "pid", "step", "resumed", "lost", "import", "restore", "compile", "total"),
     ),
-    "link-lost": Kind("a region cannot reach the server and trains on", ("region", "url", "why")),
-    "link-back": Kind("a region reaches the server again", ("region", "url", "silent_seconds")),
-    "fault": Kind(
+    "link-lost": EventKind(
+        "a region cannot reach the server and trains on", ("region", "url", "why")
+    ),
+    "link-back": EventKind(
+        "a region reaches the server again", ("region", "url", "silent_seconds")
+    ),
+    "fault": EventKind(
         "`diloco chaos` did something to the run, or had nobody to do it to",
         ("fault", "region", "at", "duration", "why"),
     ),
-    "note": Kind("something worth a line for people", ("why", "region")),
+    "note": EventKind("something worth a line for people", ("why", "region")),
 }
 
 
@@ -140,7 +154,7 @@ class EventLog:
         self._steady = steady
         self._began = steady()
         self._lock = threading.Lock()
-        self._file = Appending(path, most=most)
+        self._file = EventFile(path, most=most)
 
     def note(self, kind: str, **fields: Any) -> None:
         """Writes one event; a full disk costs the line, never the run.
@@ -182,7 +196,7 @@ def read_events(path: Path, *, after: str = EVERYTHING) -> Iterator[Event]:
     A line that is not whole (a writer was killed in mid-write, or is writing just now)
     is left out.
     """
-    reader = Reader(path, after)
+    reader = EventReader(path, after)
     while lines := reader.more():
         for line in lines:
             if event := parse(line.text):

@@ -21,15 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_cli.observe.metrics import GOODPUTS, seconds_left, warnings
-from diloco_cli.observe.words import (
-    amount,
-    bits,
-    bytes_,
-    loss,
-    percent,
-    seconds,
-    state_of,
-)
+from diloco_cli.observe.units import amount, bits, bytes_, loss, percent, seconds, state_of
 
 Status = Mapping[str, Any]
 
@@ -165,7 +157,7 @@ def _clause(sentence: Any) -> str:
     return str(sentence).removesuffix(".")
 
 
-class Progress:
+class ProgressDisplay:
     """Keeps people informed while a run goes on; use as a context manager."""
 
     def __init__(
@@ -178,7 +170,7 @@ class Progress:
         self._said_at: float | None = None
         self._states: tuple[str, ...] = ()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=4, transient=True)
             self._live.start()

@@ -23,7 +23,7 @@ from typing import Any, get_args
 from diloco_cli.errors import SpecError
 from diloco_cli.registry import nearest
 from diloco_cli.sim.network import parse_link
-from diloco_cli.spec.chaos import LASTING, Kind
+from diloco_cli.spec.chaos_rules import LASTING, Kind
 from diloco_cli.spec.schema import ChaosSpec, FaultSpec
 
 Seconds = float

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diloco_cli.core.rounds import Receipt
-from diloco_cli.sim.region import Region
+from diloco_cli.sim.region import SimulatedRegion
 from diloco_cli.sim.scenario import Scenario
 
 Seconds = float
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationOutcome:
     seconds: Seconds
     """Wall-clock of the run."""
     goodput_time: float
@@ -52,7 +52,7 @@ class Outcome:
         return data
 
 
-class Tally:
+class OutcomeCounter:
     """Counts while the play goes on."""
 
     def __init__(self, scenario: Scenario, *, training: int) -> None:
@@ -80,7 +80,9 @@ class Tally:
         self._members += len(members)
         self._timeline.append((now, self.applied, len(members)))
 
-    def counted(self, region: Region, *, training: bool, now: Seconds, was: bool = True) -> None:
+    def counted(
+        self, region: SimulatedRegion, *, training: bool, now: Seconds, was: bool = True
+    ) -> None:
         """Takes note that a region stopped or went on."""
         if training or was:
             if self.training:
@@ -92,7 +94,9 @@ class Tally:
         elif region.name in self._down:
             self._down_seconds += now - self._down.pop(region.name)
 
-    def outcome(self, regions: Iterable[Region], *, now: Seconds, events: int) -> Outcome:
+    def outcome(
+        self, regions: Iterable[SimulatedRegion], *, now: Seconds, events: int
+    ) -> SimulationOutcome:
         regions, scenario = list(regions), self.scenario
         now = max(now, 1e-12)
         if self.training:
@@ -111,7 +115,7 @@ class Tally:
         fastest = sorted(site.step for site in scenario.sites)[scenario.sync.quorum - 1]
         asked = len(scenario.sizes) * now / (scenario.sync.every * fastest)
         merged = sum(self._stale.values())
-        return Outcome(
+        return SimulationOutcome(
             seconds=now,
             goodput_time=(spent - lost) / whole,
             goodput_tokens=self.applied / fault_free,

@@ -24,7 +24,7 @@ TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ReductionJob:
     """What is trained, and when which layers travel."""
 
     bits: float
@@ -40,7 +40,7 @@ class Job:
     """Steps a reduction may take beyond the next one."""
 
 
-def utilisation(job: Job, rates: np.ndarray, *, periods: int = 3) -> np.ndarray:
+def utilisation(job: ReductionJob, rates: np.ndarray, *, periods: int = 3) -> np.ndarray:
     """Compute time ÷ total time at each of the rates, by the model of layers."""
     third = job.step / (3 * job.layers)
     each = job.bits / job.layers / rates
@@ -67,7 +67,7 @@ def utilisation(job: Job, rates: np.ndarray, *, periods: int = 3) -> np.ndarray:
     return steps * job.step / now
 
 
-def _leaving(job: Job, step: int) -> list[int]:
+def _leaving(job: ReductionJob, step: int) -> list[int]:
     """The layers whose reduction starts in this step, from the first on."""
     place = (step + 1) % job.every
     if job.fragments == 1:
@@ -78,7 +78,7 @@ def _leaving(job: Job, step: int) -> list[int]:
     return list(range(number, job.layers, job.fragments))
 
 
-def needed(job: Job, target: float, *, grid: np.ndarray = GRID) -> float:
+def needed(job: ReductionJob, target: float, *, grid: np.ndarray = GRID) -> float:
     """The first rate of the grid with which the target is reached; infinite if none is."""
     enough = np.nonzero(utilisation(job, grid) >= target)[0]
     return float(grid[enough[0]]) if enough.size else float("inf")

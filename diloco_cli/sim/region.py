@@ -11,18 +11,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from diloco_cli.core import delta
-from diloco_cli.core.delta import Book, Totals, Work
+from diloco_cli.core import unmerged_work
 from diloco_cli.core.pace import Report
+from diloco_cli.core.unmerged_work import Book, Totals, Work
 from diloco_cli.sim.network import Lane
-from diloco_cli.sim.scenario import Recovery, Scenario, Site
+from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario
 
 Seconds = float
 A_HAIR = 1e-9
 """A step that ends so soon after a moment ended in it: floats add up differently."""
 
 
-class Region:
+class SimulatedRegion:
     """One site's trainer, its agent and its two lanes."""
 
     __slots__ = (
@@ -44,7 +44,7 @@ class Region:
         *("saved_at", "site", "sizes", "steps", "training", "up", "waiting", "whole"),
     )
 
-    def __init__(self, site: Site, scenario: Scenario) -> None:
+    def __init__(self, site: RegionSite, scenario: Scenario) -> None:
         self.site, self.name = site, site.name
         self.sizes, self.whole = scenario.sizes, scenario.parameters
         self.alpha = scenario.sync.alpha
@@ -133,10 +133,10 @@ class Region:
 
     def post(self, number: int, called: int) -> Book | None:
         """Puts all that is held in flight if the call may be answered."""
-        if not delta.may_answer(self.book(number), called):
+        if not unmerged_work.may_answer(self.book(number), called):
             return None
-        book, clock = delta.post(self.books[number], self.steps)
-        book = delta.written(book, clock, f"{self.name}/{number}/{clock}")
+        book, clock = unmerged_work.post(self.books[number], self.steps)
+        book = unmerged_work.written(book, clock, f"{self.name}/{number}/{clock}")
         self.books[number] = book
         return book
 
@@ -145,15 +145,15 @@ class Region:
         book = self.book(number)
         if version <= book.version:
             return False
-        self.books[number], _ = delta.settle(book, version, merged, self.alpha)
+        self.books[number], _ = unmerged_work.settle(book, version, merged, self.alpha)
         return True
 
     def answered(self, number: int, digest: str, fate: str) -> None:
-        self.books[number], _ = delta.answered(self.book(number), digest, fate)
+        self.books[number], _ = unmerged_work.answered(self.book(number), digest, fate)
 
     def waits(self) -> bool:
         """Whether a region without overlap stands still now."""
-        return delta.waits_for(self.books, self.calls) is not None
+        return unmerged_work.waits_for(self.books, self.calls) is not None
 
     # Death
 

@@ -10,7 +10,7 @@ import itertools
 import math
 from dataclasses import dataclass, field, replace
 
-from diloco_cli.sim import figures
+from diloco_cli.sim import measured
 from diloco_cli.sim.faults import Fault
 from diloco_cli.sim.network import Link
 from diloco_cli.spec.schema import SyncSpec
@@ -19,7 +19,7 @@ Seconds = float
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class RegionSite:
     """One region."""
 
     name: str
@@ -60,15 +60,15 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
-class Hub:
+class ServerSite:
     """The server."""
 
     link: Link = field(default_factory=Link)
     """Shared by all regions, each direction apart."""
     lease: Seconds = 10.0
-    merge_values: float = figures.MERGE_VALUES.value
+    merge_values: float = measured.MERGE_VALUES.value
     """Contributed values merged in a second, one round after another."""
-    check_values: float = figures.CHECK_VALUES.value
+    check_values: float = measured.CHECK_VALUES.value
     commit: Seconds = 0.005
     """Until a decision is on the disk."""
     restart: Seconds = 5.0
@@ -80,16 +80,16 @@ class Hub:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     name: str
-    sites: tuple[Site, ...]
+    sites: tuple[RegionSite, ...]
     sizes: tuple[int, ...]
     """Parameters of every fragment."""
     sync: SyncSpec
     duration: Seconds
-    up_bits: float = figures.BITS_UP["int4"].value
-    down_bits: float = figures.BITS_DOWN["int4"].value
-    whole_bits: float = figures.BITS_WHOLE.value
-    encode_values: float = figures.ENCODE_VALUES.value
-    hub: Hub = field(default_factory=Hub)
+    up_bits: float = measured.BITS_UP["int4"].value
+    down_bits: float = measured.BITS_DOWN["int4"].value
+    whole_bits: float = measured.BITS_WHOLE.value
+    encode_values: float = measured.ENCODE_VALUES.value
+    hub: ServerSite = field(default_factory=ServerSite)
     recovery: Recovery = field(default_factory=Recovery)
     faults: tuple[Fault, ...] = ()
     budget: float = math.inf

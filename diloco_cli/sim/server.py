@@ -14,7 +14,7 @@ from diloco_cli.core import pace, rounds
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.core.pace import Averages, Report
 from diloco_cli.core.rounds import Accept, Close, Receipt, Refused, Returned, Round
-from diloco_cli.sim.agenda import Agenda
+from diloco_cli.sim.clock import EventQueue
 from diloco_cli.sim.network import Lane
 from diloco_cli.sim.scenario import Scenario
 
@@ -22,7 +22,7 @@ Seconds = float
 EPOCH = 1
 
 
-class Server:
+class SimulatedServer:
     """What the conductor and the intake of a live server do, on a virtual clock."""
 
     __slots__ = (
@@ -31,7 +31,7 @@ class Server:
         *("scenario", "seen", "sync", "up"),
     )
 
-    def __init__(self, scenario: Scenario, agenda: Agenda) -> None:
+    def __init__(self, scenario: Scenario, agenda: EventQueue) -> None:
         self.scenario, self.agenda, self.sync = scenario, agenda, scenario.sync
         self.ledger = Ledger.empty(len(scenario.sizes))
         self.rounds = [Round() for _ in scenario.sizes]

@@ -14,45 +14,45 @@ import math
 from dataclasses import replace
 
 from diloco_cli.core.rounds import Receipt
-from diloco_cli.sim.agenda import Agenda
+from diloco_cli.sim.clock import EventQueue
 from diloco_cli.sim.faults import Fault
 from diloco_cli.sim.network import Link, parse_link
-from diloco_cli.sim.outcome import Outcome, Tally
-from diloco_cli.sim.region import Region
-from diloco_cli.sim.scenario import Scenario, Site
-from diloco_cli.sim.server import Server
+from diloco_cli.sim.outcome import OutcomeCounter, SimulationOutcome
+from diloco_cli.sim.region import SimulatedRegion
+from diloco_cli.sim.scenario import RegionSite, Scenario
+from diloco_cli.sim.server import SimulatedServer
 
 Seconds = float
 
 
-def simulate(scenario: Scenario) -> Outcome:
+def simulate(scenario: Scenario) -> SimulationOutcome:
     """Plays a scenario to its end."""
-    return Play(scenario).run()
+    return Simulation(scenario).run()
 
 
-class Play:
+class Simulation:
     """One performance: the regions, the server and what passes between them."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.agenda = Agenda()
-        self.server = Server(scenario, self.agenda)
+        self.agenda = EventQueue()
+        self.server = SimulatedServer(scenario, self.agenda)
         self.server.on_call, self.server.on_publish = self._called, self._published
         cut = _cuts(scenario)
         self.regions = {site.name: self.region_of(cut(site)) for site in scenario.sites}
         self.links = {name: region.site.link for name, region in self.regions.items()}
-        self.tally = Tally(scenario, training=len(self.regions))
+        self.tally = OutcomeCounter(scenario, training=len(self.regions))
         self.overlap = scenario.sync.overlap > 0
         for region in self.regions.values():
             self._beat_now(region)
         for fault in scenario.faults:
             self.agenda.at(fault.time, self._struck, fault)
 
-    def region_of(self, site: Site) -> Region:
+    def region_of(self, site: RegionSite) -> SimulatedRegion:
         """Whoever plays a site; `training.py` lets it really train."""
-        return Region(site, self.scenario)
+        return SimulatedRegion(site, self.scenario)
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         budget, tally = self.scenario.budget, self.tally
         happened = self.agenda.run(self.scenario.duration, lambda: tally.applied >= budget)
         for region in self.regions.values():
@@ -61,12 +61,12 @@ class Play:
 
     # Heartbeats
 
-    def _beat_now(self, region: Region) -> None:
+    def _beat_now(self, region: SimulatedRegion) -> None:
         """Reports at once; from here on the next ones are counted."""
         region.beats += 1
         self._beat(region, region.beats)
 
-    def _beat(self, region: Region, number: int) -> None:
+    def _beat(self, region: SimulatedRegion, number: int) -> None:
         """Reports after some steps, and after a quarter of a lease at the latest."""
         if number != region.beats or not region.alive:
             return
@@ -89,11 +89,11 @@ class Play:
                 link = region.site.link
                 self.agenda.at(link.after(now, link.delay), self._hears, region, fragment, version)
 
-    def _hears(self, region: Region, fragment: int, version: int) -> None:
+    def _hears(self, region: SimulatedRegion, fragment: int, version: int) -> None:
         region.calls[fragment] = version
         self.agenda.at(region.boundary(self.agenda.now), self._answer, region, fragment)
 
-    def _answer(self, region: Region, fragment: int) -> None:
+    def _answer(self, region: SimulatedRegion, fragment: int) -> None:
         """Posts what is held, at the end of a step."""
         now = self.agenda.now
         if not region.training or fragment not in region.calls:
@@ -120,7 +120,7 @@ class Play:
         self.agenda.at(checked, self.server.arrived, receipt, self._answers(region, receipt))
         self._stand_still(region)
 
-    def _answers(self, region: Region, receipt: Receipt):
+    def _answers(self, region: SimulatedRegion, receipt: Receipt):
         def hear(fate: str) -> None:
             region.advance(self.agenda.now)
             region.answered(receipt.fragment, receipt.digest, fate)
@@ -131,13 +131,13 @@ class Play:
     # Bytes pass the region's lane and the server's at once; they are there when both are done.
     # A region that is cut off must not hold up the server's lane, so that one is used now.
 
-    def _sent(self, region: Region, length: int, ready: Seconds) -> Seconds:
+    def _sent(self, region: SimulatedRegion, length: int, ready: Seconds) -> Seconds:
         region.up = region.up.send(length, now=ready)
         self.server.up = self.server.up.send(length, now=ready)
         self.tally.bytes_up += length
         return max(region.up.last, self.server.up.last)
 
-    def _fetched(self, region: Region, length: int) -> Seconds:
+    def _fetched(self, region: SimulatedRegion, length: int) -> Seconds:
         now, link = self.agenda.now, region.site.link
         region.down = region.down.send(length, now=link.after(now, link.delay))
         self.server.down = self.server.down.send(length, now=now)
@@ -156,11 +156,11 @@ class Play:
                 merged = slot.merged.get(name, "")
                 self.agenda.at(arrives, self._receives, region, fragment, slot.version, merged)
 
-    def _receives(self, region: Region, fragment: int, version: int, merged: str) -> None:
+    def _receives(self, region: SimulatedRegion, fragment: int, version: int, merged: str) -> None:
         region.images[fragment] = version, merged
         self.agenda.at(region.boundary(self.agenda.now), self._adopt, region, fragment)
 
-    def _adopt(self, region: Region, fragment: int) -> None:
+    def _adopt(self, region: SimulatedRegion, fragment: int) -> None:
         if not region.training or fragment not in region.images:
             return
         region.advance(self.agenda.now)
@@ -174,12 +174,12 @@ class Play:
 
     # Without overlap a region stands still between its frame and the version
 
-    def _stand_still(self, region: Region) -> None:
+    def _stand_still(self, region: SimulatedRegion) -> None:
         if not self.overlap and not region.waiting and region.waits():
             region.waiting = True
             self.tally.counted(region, training=False, now=self.agenda.now)
 
-    def _go_on(self, region: Region) -> None:
+    def _go_on(self, region: SimulatedRegion) -> None:
         if region.waiting and not region.waits():
             region.waiting, region.began = False, self.agenda.now
             self.tally.counted(region, training=True, now=self.agenda.now)
@@ -218,17 +218,17 @@ class Play:
             region.alive = region.alive and fault.kind != "kill-region"
             self._comes_back(region, fault.duration)
 
-    def _recovers(self, region: Region) -> None:
+    def _recovers(self, region: SimulatedRegion) -> None:
         region.paced(1.0, now=self.agenda.now)
 
-    def _linked(self, region: Region, link: Link) -> None:
+    def _linked(self, region: SimulatedRegion, link: Link) -> None:
         region.site = replace(region.site, link=replace(link, outages=region.site.link.outages))
         region.up, region.down = (
             region.up.over(region.site.upward),
             region.down.over(region.site.link),
         )
 
-    def _dies(self, region: Region, fault: Fault) -> None:
+    def _dies(self, region: SimulatedRegion, fault: Fault) -> None:
         recovery, now = self.scenario.recovery, self.agenda.now
         was = region.training and not region.waiting
         keeps = recovery.at_boundary or fault.kind in ("pause", "leave")
@@ -238,7 +238,7 @@ class Play:
         self.tally.counted(region, training=False, now=now, was=was)
         self._comes_back(region, fault.duration)
 
-    def _comes_back(self, region: Region, away: Seconds | None) -> None:
+    def _comes_back(self, region: SimulatedRegion, away: Seconds | None) -> None:
         """Begins the way back; whatever had begun before comes to nothing."""
         if away is None:
             away = self.scenario.recovery.detect + self._restart_time(region)
@@ -246,14 +246,14 @@ class Play:
         back = self.agenda.now + away
         self.agenda.at(back, self._returns, region, region.deaths)
 
-    def _restart_time(self, region: Region) -> Seconds:
+    def _restart_time(self, region: SimulatedRegion) -> Seconds:
         recovery = self.scenario.recovery
         if math.isinf(recovery.shape):
             return recovery.restart
         scale = recovery.restart / math.gamma(1.0 + 1.0 / recovery.shape)
         return region.chance.weibullvariate(scale, recovery.shape)
 
-    def _returns(self, region: Region, death: int) -> None:
+    def _returns(self, region: SimulatedRegion, death: int) -> None:
         """A host that was lost fetches the weights anew; a trainer finds them on its disk."""
         if death != region.deaths:
             return
@@ -263,7 +263,7 @@ class Play:
         length = math.ceil(self.scenario.parameters * self.scenario.whole_bits / 8)
         self.agenda.at(self._fetched(region, length), self._trains_again, region, death)
 
-    def _trains_again(self, region: Region, death: int) -> None:
+    def _trains_again(self, region: SimulatedRegion, death: int) -> None:
         if death != region.deaths:
             return
         now, reborn = self.agenda.now, not region.alive
@@ -289,7 +289,7 @@ def _cuts(scenario: Scenario):
         if fault.kind == "cut" and fault.duration:
             cuts.setdefault(fault.region, []).append((fault.time, fault.time + fault.duration))
 
-    def cut(site: Site) -> Site:
+    def cut(site: RegionSite) -> RegionSite:
         if site.name not in cuts:
             return site
         return replace(site, link=_without(site.link, cuts[site.name]))

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from diloco_cli.errors import SpecError
-from diloco_cli.sim.outcome import Outcome
-from diloco_cli.sim.rehearsal import World, parse_span, scenario_of, with_regions
+from diloco_cli.sim.outcome import SimulationOutcome
 from diloco_cli.sim.scenario import Scenario
 from diloco_cli.sim.simulator import simulate
+from diloco_cli.sim.world import World, parse_span, scenario_of, with_regions
 from diloco_cli.spec.schema import RunSpec
 
 WORLDLY = ("regions", "link", "step", "flops", "mtbf", "restart", "seed")
@@ -22,12 +22,12 @@ MOST = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class SimulatedCell:
     """One combination and what came of it."""
 
     varied: dict[str, str]
     scenario: Scenario
-    outcome: Outcome
+    outcome: SimulationOutcome
     assumptions: list[str]
 
     @property
@@ -60,7 +60,7 @@ def parse_vary(words: Sequence[str]) -> dict[str, list[str]]:
 
 def sweep(
     load: Callable[[Sequence[str]], RunSpec], world: World, axes: dict[str, list[str]]
-) -> Iterator[Rehearsed]:
+) -> Iterator[SimulatedCell]:
     """Rehearses every combination; `load` gives the spec with some keys overridden."""
     for chosen in itertools.product(*axes.values()):
         varied = dict(zip(axes, chosen, strict=True))
@@ -69,7 +69,7 @@ def sweep(
         for key, value in varied.items():
             spec, own = _changed(spec, own, key, value)
         scenario, said = scenario_of(spec, own)
-        yield Rehearsed(varied, scenario, simulate(scenario), said)
+        yield SimulatedCell(varied, scenario, simulate(scenario), said)
 
 
 def _changed(spec: RunSpec, world: World, key: str, value: str) -> tuple[RunSpec, World]:

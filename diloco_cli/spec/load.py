@@ -20,12 +20,12 @@ from pydantic import ValidationError
 
 from diloco_cli.errors import SpecError
 from diloco_cli.registry import in_words
-from diloco_cli.spec.nodes import Document, Flaw, Mark, read
 from diloco_cli.spec.overrides import override
 from diloco_cli.spec.resolved import resolved_yaml, write_resolved
-from diloco_cli.spec.rules import MOST_TOKENS, Conflicts, Fault, Path, dotted
+from diloco_cli.spec.rules import MOST_TOKENS, Conflicts, Path, SpecFault, dotted
 from diloco_cli.spec.schema import RunSpec, keys_at
 from diloco_cli.spec.secrets import inline_secrets
+from diloco_cli.spec.yaml_source import Document, SourcePosition, YamlFlaw, read
 
 __all__ = ["Loaded", "Problem", "SpecErrors", "load_spec", "resolved_yaml", "write_resolved"]
 
@@ -35,7 +35,7 @@ LARGEST = 1 << 20
 MOST = 200
 """Wrong values reported at once; nobody reads more, and guessing what was meant takes time."""
 
-Check = Callable[[RunSpec], Iterable[Fault]]
+Check = Callable[[RunSpec], Iterable[SpecFault]]
 """Looks for faults only a higher layer can see, such as kinds that do not exist."""
 
 
@@ -80,7 +80,7 @@ class Loaded:
     spec: RunSpec
     document: Document
 
-    def locate(self, path: Path) -> Mark:
+    def locate(self, path: Path) -> SourcePosition:
         return self.document.locate(path)
 
 
@@ -137,13 +137,13 @@ def _text(path: FilePath) -> str:
         ) from None
 
 
-def _readings(document: Document, also: Check | None) -> tuple[RunSpec | None, list[Fault]]:
+def _readings(document: Document, also: Check | None) -> tuple[RunSpec | None, list[SpecFault]]:
     """Reads as much of the data as makes sense, with every fault found on the way."""
     data = document.data
     if not isinstance(data, dict):
         what = "is empty" if data is None else "is not a mapping of keys"
         hint = "A run spec starts with `spec: 1`; `diloco init` writes one."
-        return None, [Fault((), what, hint)]
+        return None, [SpecFault((), what, hint)]
     secrets = list(inline_secrets(document))
     known = [*document.unread, *(fault.path for fault in secrets)]
     spec, faults, aside = _validated(data)
@@ -156,7 +156,7 @@ def _readings(document: Document, also: Check | None) -> tuple[RunSpec | None, l
     return spec, faults
 
 
-def _validated(data: dict[str, Any]) -> tuple[RunSpec | None, list[Fault], list[Path]]:
+def _validated(data: dict[str, Any]) -> tuple[RunSpec | None, list[SpecFault], list[Path]]:
     try:
         return RunSpec.model_validate(data), [], []
     except ValidationError as error:
@@ -172,7 +172,7 @@ def _validated(data: dict[str, Any]) -> tuple[RunSpec | None, list[Fault], list[
         if path == ("spec",) and not unknown:
             message += "; this version reads run specs of version 1"
         hint = _elsewhere(path) or hint if unknown else hint
-        faults.append(Fault(path, message, hint, on_key=unknown))
+        faults.append(SpecFault(path, message, hint, on_key=unknown))
         aside.append(path)
     return None, faults, aside
 
@@ -216,7 +216,7 @@ def _has(at: Any, step: str | int) -> bool:
     return isinstance(at, dict) and step in at
 
 
-def _not_about(known: list[Path], faults: Iterable[Fault]) -> list[Fault]:
+def _not_about(known: list[Path], faults: Iterable[SpecFault]) -> list[SpecFault]:
     """Leaves out what only follows from mistakes that are reported already."""
     return [
         fault
@@ -229,13 +229,13 @@ def _not_about(known: list[Path], faults: Iterable[Fault]) -> list[Fault]:
     ]
 
 
-def _problem(document: Document, fault: Fault) -> Problem:
+def _problem(document: Document, fault: SpecFault) -> Problem:
     mark = document.locate(fault.path, key=fault.on_key)
     key = dotted(fault.path)
     return Problem(mark.file, mark.line, mark.column, key, fault.message, fault.hint)
 
 
-def _flawed(flaw: Flaw) -> Problem:
+def _flawed(flaw: YamlFlaw) -> Problem:
     mark = flaw.mark
     return Problem(mark.file, mark.line, mark.column, dotted(flaw.path), flaw.message, flaw.hint)
 

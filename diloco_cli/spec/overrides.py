@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco_cli.spec.nodes import Document, Flaw, Mark, read
 from diloco_cli.spec.rules import Path, dotted
 from diloco_cli.spec.secrets import is_secret
+from diloco_cli.spec.yaml_source import Document, SourcePosition, YamlFlaw, read
 
 
 def override(document: Document, assignment: str) -> None:
@@ -20,17 +20,17 @@ def override(document: Document, assignment: str) -> None:
     value = read(text, "")
     paths = [tuple(steps), *value.keys]
     hidden = any(is_secret(step) for path in paths for step in path)
-    mark = Mark(f"--set {key.strip()}=…" if hidden else f"--set {assignment}")
+    mark = SourcePosition(f"--set {key.strip()}=…" if hidden else f"--set {assignment}")
     if not equals or not all(steps):
         hint = "For example --set sync.quorum=2"
-        document.flaws.append(Flaw((), mark, "is not KEY=VALUE", hint))
+        document.flaws.append(YamlFlaw((), mark, "is not KEY=VALUE", hint))
     elif value.flaws:
-        document.flaws += [Flaw((), mark, flaw.message, flaw.hint) for flaw in value.flaws]
+        document.flaws += [YamlFlaw((), mark, flaw.message, flaw.hint) for flaw in value.flaws]
     elif isinstance(document.data, dict):
         try:
             path = _put(document, steps, value.data, mark)
         except _NoSuchPlace as error:
-            document.flaws.append(Flaw((), mark, *error.args))
+            document.flaws.append(YamlFlaw((), mark, *error.args))
         else:
             _remember(document, path, value, mark)
 
@@ -39,7 +39,7 @@ class _NoSuchPlace(Exception):
     """A path that leads nowhere: message and hint."""
 
 
-def _put(document: Document, steps: list[str], value: Any, mark: Mark) -> Path:
+def _put(document: Document, steps: list[str], value: Any, mark: SourcePosition) -> Path:
     """Walks to where the value belongs, making sections on the way, and puts it there."""
     at: Any = document.data
     path: Path = ()
@@ -68,7 +68,7 @@ def _key(at: Any, step: str, path: Path) -> str | int:
     return int(step)
 
 
-def _remember(document: Document, path: Path, value: Document, mark: Mark) -> None:
+def _remember(document: Document, path: Path, value: Document, mark: SourcePosition) -> None:
     for marks in (document.keys, document.values):
         for old in [old for old in marks if old[: len(path)] == path]:
             del marks[old]

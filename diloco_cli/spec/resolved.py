@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from diloco_cli.disk import keep_bytes
 from diloco_cli.errors import SpecError, StoreError
-from diloco_cli.spec.nodes import read, scalar
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.spec.yaml_source import read, scalar
+from diloco_cli.system.files import keep_bytes
 
 FILE = "spec.resolved.yaml"
 

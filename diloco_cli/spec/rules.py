@@ -29,7 +29,7 @@ MOST_TOKENS = 10**18
 
 
 @dataclass(frozen=True)
-class Fault:
+class SpecFault:
     path: Path
     message: str
     hint: str | None = None
@@ -43,7 +43,7 @@ class Fault:
 class Conflicts(ValueError):
     """Every contradiction of one spec; pydantic carries it to whoever asked for the spec."""
 
-    def __init__(self, spec: RunSpec, faults: Sequence[Fault]) -> None:
+    def __init__(self, spec: RunSpec, faults: Sequence[SpecFault]) -> None:
         super().__init__("; ".join(f"{dotted(fault.path)}: {fault.message}" for fault in faults))
         self.spec, self.faults = spec, tuple(faults)
 
@@ -52,17 +52,17 @@ def dotted(path: Path) -> str:
     return ".".join(str(step) for step in path)
 
 
-def conflicts(spec: RunSpec) -> list[Fault]:
+def conflicts(spec: RunSpec) -> list[SpecFault]:
     """Lists every contradiction between the keys of a spec."""
     return [fault for rule in RULES for fault in rule(spec)]
 
 
-def _regions_differ(spec: RunSpec) -> Iterator[Fault]:
+def _regions_differ(spec: RunSpec) -> Iterator[SpecFault]:
     seen: dict[str, int] = {}
     for number, region in enumerate(spec.regions):
         first = seen.setdefault(region.name, number)
         if first != number:
-            yield Fault(
+            yield SpecFault(
                 ("regions", number, "name"),
                 f"is {region.name!r}, as regions.{first}.name already is, so the two would "
                 "overwrite each other's work",
@@ -71,10 +71,10 @@ def _regions_differ(spec: RunSpec) -> Iterator[Fault]:
             )
 
 
-def _quorum_is_reachable(spec: RunSpec) -> Iterator[Fault]:
+def _quorum_is_reachable(spec: RunSpec) -> Iterator[SpecFault]:
     quorum, count = spec.sync.quorum, len(spec.regions)
     if quorum > count:
-        yield Fault(
+        yield SpecFault(
             ("sync", "quorum"),
             f"is {quorum} but regions lists {count}, so no round could ever close",
             f"Set sync.quorum to {count} or less, or list more regions.",
@@ -82,10 +82,10 @@ def _quorum_is_reachable(spec: RunSpec) -> Iterator[Fault]:
         )
 
 
-def _fragments_take_turns(spec: RunSpec) -> Iterator[Fault]:
+def _fragments_take_turns(spec: RunSpec) -> Iterator[SpecFault]:
     sync = spec.sync
     if sync.fragments > sync.every:
-        yield Fault(
+        yield SpecFault(
             ("sync", "fragments"),
             f"is {sync.fragments} but sync.every is {sync.every}, so several fragments would fall "
             "due at the same inner step instead of taking turns",
@@ -95,10 +95,10 @@ def _fragments_take_turns(spec: RunSpec) -> Iterator[Fault]:
         )
 
 
-def _answers_come_before_the_next_send(spec: RunSpec) -> Iterator[Fault]:
+def _answers_come_before_the_next_send(spec: RunSpec) -> Iterator[SpecFault]:
     sync = spec.sync
     if sync.overlap >= sync.every:
-        yield Fault(
+        yield SpecFault(
             ("sync", "overlap"),
             f"is {sync.overlap} but sync.every is {sync.every}, so a fragment would be due again "
             "before the answer to its last exchange is expected",
@@ -107,14 +107,14 @@ def _answers_come_before_the_next_send(spec: RunSpec) -> Iterator[Fault]:
         )
 
 
-def _budget_holds_one_round(spec: RunSpec) -> Iterator[Fault]:
+def _budget_holds_one_round(spec: RunSpec) -> Iterator[SpecFault]:
     steps = sorted(inner.batch * inner.sequence for _, inner in _inners(spec))
     quorum, every, tokens = spec.sync.quorum, spec.sync.every, spec.budget.tokens
     # The cheapest round there is: the regions with the smallest batches make the quorum.
     least = every * sum(steps[:quorum])
     if len(steps) >= quorum and tokens < least:
         owns = [("regions", number, "inner") for number in range(len(spec.regions))]
-        yield Fault(
+        yield SpecFault(
             ("budget", "tokens"),
             f"is {tokens} but one round takes at least {least} (sync.quorum {quorum} × "
             f"sync.every {every} × batch × sequence), so the run would end before anything is "
@@ -125,23 +125,23 @@ def _budget_holds_one_round(spec: RunSpec) -> Iterator[Fault]:
         )
 
 
-def _budget_can_be_counted(spec: RunSpec) -> Iterator[Fault]:
+def _budget_can_be_counted(spec: RunSpec) -> Iterator[SpecFault]:
     if spec.budget.tokens > MOST_TOKENS:
-        yield Fault(
+        yield SpecFault(
             ("budget", "tokens"),
             f"is {spec.budget.tokens:,}, more than the {MOST_TOKENS:,} that any run could train",
             "Are there too many zeros? The largest models are trained with some 10^13 tokens.",
         )
 
 
-def _batches_divide(spec: RunSpec) -> Iterator[Fault]:
+def _batches_divide(spec: RunSpec) -> Iterator[SpecFault]:
     asked: list[tuple[Path, InnerSpec]] = [(("inner", "batch"), spec.inner)]
     for path, inner in _inners(spec):
         own = spec.regions[path[1]].inner or {}
         asked += [((*path, key), inner) for key in ("accumulate", "batch") if key in own][-1:]
     for path, inner in asked:
         if inner.batch % inner.accumulate:
-            yield Fault(
+            yield SpecFault(
                 path,
                 f"batch {inner.batch} cannot be cut into accumulate {inner.accumulate} equal parts",
                 "Make batch a multiple of accumulate.",
@@ -149,7 +149,7 @@ def _batches_divide(spec: RunSpec) -> Iterator[Fault]:
             )
 
 
-def _regions_change_known_keys(spec: RunSpec) -> Iterator[Fault]:
+def _regions_change_known_keys(spec: RunSpec) -> Iterator[SpecFault]:
     for number, region in enumerate(spec.regions):
         try:
             spec.inner.changed(region.inner)
@@ -158,7 +158,7 @@ def _regions_change_known_keys(spec: RunSpec) -> Iterator[Fault]:
                 message, hint = in_words(detail, list(type(spec.inner).model_fields))
                 path = ("regions", number, "inner", *detail["loc"])
                 unknown = detail["type"] == "extra_forbidden"
-                yield Fault(path, message, hint, on_key=unknown)
+                yield SpecFault(path, message, hint, on_key=unknown)
 
 
 def _inners(spec: RunSpec) -> Iterator[tuple[tuple[str, int, str], InnerSpec]]:
@@ -170,11 +170,11 @@ def _inners(spec: RunSpec) -> Iterator[tuple[tuple[str, int, str], InnerSpec]]:
             continue  # `_regions_change_known_keys` says why.
 
 
-def _the_evaluator_exists(spec: RunSpec) -> Iterator[Fault]:
+def _the_evaluator_exists(spec: RunSpec) -> Iterator[SpecFault]:
     names = [region.name for region in spec.regions]
     asked = spec.evaluate.region
     if asked is not None and asked not in names:
-        yield Fault(
+        yield SpecFault(
             ("evaluate", "region"),
             f"is {asked!r}, which is no region of this run, so nobody would evaluate",
             nearest(asked, names, "The regions are"),
@@ -182,11 +182,11 @@ def _the_evaluator_exists(spec: RunSpec) -> Iterator[Fault]:
         )
 
 
-def _grace_options_have_an_effect(spec: RunSpec) -> Iterator[Fault]:
+def _grace_options_have_an_effect(spec: RunSpec) -> Iterator[SpecFault]:
     grace = spec.sync.grace
     for option, kind in (("margin", "adaptive"), ("seconds", "fixed")):
         if option in grace.model_fields_set and grace.kind != kind:
-            yield Fault(
+            yield SpecFault(
                 ("sync", "grace", option),
                 f"belongs to `kind: {kind}` but sync.grace.kind is `{grace.kind}`, so it would "
                 "have no effect",
@@ -194,7 +194,7 @@ def _grace_options_have_an_effect(spec: RunSpec) -> Iterator[Fault]:
                 (("sync", "grace", "kind"),),
             )
     if "blend" in spec.sync.model_fields_set and spec.sync.adopt != "blend":
-        yield Fault(
+        yield SpecFault(
             ("sync", "blend"),
             f"belongs to `adopt: blend` but sync.adopt is `{spec.sync.adopt}`, so it would have "
             "no effect",
@@ -203,18 +203,18 @@ def _grace_options_have_an_effect(spec: RunSpec) -> Iterator[Fault]:
         )
 
 
-def _the_server_listens_where_it_is_safe(spec: RunSpec) -> Iterator[Fault]:
+def _the_server_listens_where_it_is_safe(spec: RunSpec) -> Iterator[SpecFault]:
     listen, at = spec.server.listen, ("server", "listen")
     host, port = _host_and_port(listen)
     if host is None:
-        yield Fault(
+        yield SpecFault(
             at,
             f"is {listen!r}, which is not HOST:PORT",
             "For example 127.0.0.1:7350, or 127.0.0.1:0 for a free port; an IPv6 host goes in "
             "brackets, as in [::1]:7350.",
         )
     elif not _is_loopback(host) and not spec.server.certs:
-        yield Fault(
+        yield SpecFault(
             at,
             f"is {listen!r}, which other machines can reach, but there is no server.certs, so "
             "anybody could read and change the run",
@@ -223,10 +223,10 @@ def _the_server_listens_where_it_is_safe(spec: RunSpec) -> Iterator[Fault]:
         )
 
 
-def _a_token_comes_from_one_place(spec: RunSpec) -> Iterator[Fault]:
+def _a_token_comes_from_one_place(spec: RunSpec) -> Iterator[SpecFault]:
     for number, region in enumerate(spec.regions):
         if region.token_file and region.token_env:
-            yield Fault(
+            yield SpecFault(
                 ("regions", number, "token_env"),
                 f"is {region.token_env!r}, but token_file is given too",
                 "Keep one of the two.",
@@ -262,7 +262,7 @@ def rate_of(text: str) -> float | None:
     return rate if 0 < rate < float("inf") else None
 
 
-def _the_rate_limit_is_a_rate(spec: RunSpec) -> Iterator[Fault]:
+def _the_rate_limit_is_a_rate(spec: RunSpec) -> Iterator[SpecFault]:
     text = spec.wire.rate_limit
     if text is None or rate_of(text) is not None:
         return
@@ -273,19 +273,19 @@ def _the_rate_limit_is_a_rate(spec: RunSpec) -> Iterator[Fault]:
         meant = next((each for each in RATES if each.lower() == unit.lower()), None)
         meant = meant or {"b": "bit", "kb": "kbit", "mb": "Mbit", "gb": "Gbit"}.get(unit.lower())
         hint = f"Did you mean `{found[1]}{meant}`? Rates are in bits." if meant else hint
-    yield Fault(("wire", "rate_limit"), f"is {text!r}, which is no rate", hint)
+    yield SpecFault(("wire", "rate_limit"), f"is {text!r}, which is no rate", hint)
 
 
-def _reserved_keys_are_empty(spec: RunSpec) -> Iterator[Fault]:
+def _reserved_keys_are_empty(spec: RunSpec) -> Iterator[SpecFault]:
     if spec.export:
-        yield Fault(
+        yield SpecFault(
             ("export",),
             "is not available in this version; the key is reserved",
             "Remove export from the spec.",
         )
     for number, region in enumerate(spec.regions):
         if region.devices not in (None, 1):
-            yield Fault(
+            yield SpecFault(
                 ("regions", number, "devices"),
                 f"is {region.devices}, but this version trains on one device a region",
                 "Leave it out, or make each device a region of its own.",
@@ -294,7 +294,7 @@ def _reserved_keys_are_empty(spec: RunSpec) -> Iterator[Fault]:
 
 _STEP_SIZE: tuple[Path, ...] = (("inner", "batch"), ("inner", "sequence"))
 
-RULES: tuple[Callable[[RunSpec], Iterator[Fault]], ...] = (
+RULES: tuple[Callable[[RunSpec], Iterator[SpecFault]], ...] = (
     _regions_differ,
     _regions_change_known_keys,
     _batches_divide,

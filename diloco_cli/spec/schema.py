@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from diloco_cli.spec.chaos import Kind, disturbances
+from diloco_cli.spec.chaos_rules import Kind, disturbances
 from diloco_cli.spec.rules import Conflicts, Path, conflicts, rate_of
 
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from diloco_cli.spec.nodes import Document
-from diloco_cli.spec.rules import Fault, Path
+from diloco_cli.spec.rules import Path, SpecFault
+from diloco_cli.spec.yaml_source import Document
 
 _SECRET = re.compile(
     r"((auth|access|api|bearer|refresh|hf)[-_]?)?token"
@@ -24,10 +24,10 @@ def is_secret(key: object) -> bool:
     return isinstance(key, str) and _SECRET.fullmatch(key.lower()) is not None
 
 
-def inline_secrets(document: Document) -> Iterator[Fault]:
+def inline_secrets(document: Document) -> Iterator[SpecFault]:
     """Finds keys that hold a secret, without repeating their values."""
     for path in _secret_paths(document.data, ()):
-        yield Fault(
+        yield SpecFault(
             path,
             "is a secret inside the spec, which is copied, logged and shared",
             "Remove it and change the secret: it has been in a file. Name where it is instead, "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from diloco_cli.wire.codec import vector
+from diloco_cli.wire.codecs.plain import vector
 
 
 class VectorHash:

@@ -23,6 +23,7 @@ import numpy as np
 import zstandard
 
 from diloco_cli.errors import WireError
+from diloco_cli.wire.buffers import fresh
 from diloco_cli.wire.chunks import (
     CHUNK,
     MOST_WINDOW_BYTES,
@@ -37,11 +38,10 @@ from diloco_cli.wire.chunks import (
     tools,
     unsqueeze,
 )
-from diloco_cli.wire.codec import Body, Codec, NotFinite, codecs, raw, vector
+from diloco_cli.wire.codecs.block import Nibbles
+from diloco_cli.wire.codecs.plain import Body, Codec, NotFinite, codecs, raw, vector
 from diloco_cli.wire.digest import VectorHash
 from diloco_cli.wire.header import MOST_HEADER_BYTES, Header, read_header, write_header
-from diloco_cli.wire.quant import Nibbles
-from diloco_cli.wire.vectors import fresh
 
 __all__ = [
     "CHUNK",
@@ -153,7 +153,7 @@ class Frame:
         self, place: int, edges: Sequence[int], body: bytes | None = None
     ) -> np.ndarray:
         """Sums the squares of one chunk's values between each edge and the next."""
-        from diloco_cli.wire.sum_kernels import LANES, square_sum
+        from diloco_cli.wire.kernels.sums import LANES, square_sum
 
         span = span_of(place, self.header.size)
         count = span.stop - span.start

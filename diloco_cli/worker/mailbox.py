@@ -34,8 +34,8 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from diloco_cli.disk import keep_bytes
 from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.system.files import keep_bytes
 from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.wire.messages import News
 
@@ -47,7 +47,7 @@ Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class FolderOwner:
     """Who speaks for the region from this folder."""
 
     owner: str
@@ -138,19 +138,19 @@ class Mailbox:
     def fate_file(self, fragment: int) -> Path:
         return self.folder / "fate" / f"{fragment}.json"
 
-    def identity(self) -> Identity | None:
+    def identity(self) -> FolderOwner | None:
         found = _read_json(self.folder / "identity.json")
         if found is None:
             return None
         try:
-            return Identity(**found)
+            return FolderOwner(**found)
         except TypeError:
             raise StoreError(
                 f"{self.folder / 'identity.json'} is damaged: {found}.",
                 hint="Delete it; the region then takes a new identity.",
             ) from None
 
-    def write_identity(self, identity: Identity) -> None:
+    def write_identity(self, identity: FolderOwner) -> None:
         path = self.folder / "identity.json"
         try:
             keep_bytes(path, _json(asdict(identity)))

@@ -14,11 +14,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from diloco_cli.cli import reach
+from diloco_cli.bench.support.one_fragment_server import stage
 from diloco_cli.cli.app import app
-from diloco_cli.cli.link_stage import stage
+from diloco_cli.run.doctor import server as reach
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 QUICK = str(ROOT / "pipelines" / "quickstart.yaml")
 
 

@@ -11,20 +11,20 @@ import yaml
 from typer.testing import CliRunner
 
 from diloco_cli.assemble import load_run, resolve
+from diloco_cli.bench.support.one_fragment_server import stage
 from diloco_cli.cli.app import app
-from diloco_cli.cli.link_stage import stage
-from diloco_cli.net.client import Server
-from diloco_cli.net.gauge import PATIENCE
-from diloco_cli.net.transport import Timeouts
-from diloco_cli.sim.advice import advised, followed, pasted
-from diloco_cli.sim.figures import LINE_SHARE
-from diloco_cli.sim.needs import traffic
-from diloco_cli.sim.plan import plan, unbroken
-from diloco_cli.sim.rehearsal import World, scenario_of
+from diloco_cli.net.client import Client
+from diloco_cli.net.connection import Timeouts
+from diloco_cli.net.transfer.throughput import PATIENCE
+from diloco_cli.plan.advice import advised, followed, pasted
+from diloco_cli.plan.needs import traffic
+from diloco_cli.plan.plan import plan, unbroken
+from diloco_cli.sim.measured import LINE_SHARE
 from diloco_cli.sim.scenario import Recovery
+from diloco_cli.sim.world import World, scenario_of
 from diloco_cli.spec.schema import RunSpec
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 QUICK = str(ROOT / "pipelines" / "quickstart.yaml")
 GUIDE = ROOT / "docs" / "guides" / "plan-a-run.md"
 
@@ -140,7 +140,7 @@ def test_a_probe_takes_steps_from_the_regions_that_train_there(tmp_path: Path):
     file = tmp_path / "spec.yaml"
     regions = [{"name": "here"}, {"name": "there", "speed": 0.5}]
     file.write_text(yaml.safe_dump({**yaml.safe_load(Path(QUICK).read_text()), "regions": regions}))
-    with stage(400_000) as running, Server(running.url) as server:
+    with stage(400_000) as running, Client(running.url) as server:
         running.join(server)
         nothing = {fate: [0] for fate in ("trained", "applied", "pending", "refused", "discarded")}
         report = {

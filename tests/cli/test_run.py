@@ -1,359 +1,399 @@
-"""`diloco run` starts, watches, restarts and stops real processes, which here pretend to train."""
+"""Commands answer wrong questions with a sentence, a hint and the documented exit code."""
 
+import contextlib
 import fcntl
-import io
+import http.server
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-import psutil
 import pytest
-from rich.console import Console
 
-from diloco_cli.cli import run as run_module
-from diloco_cli.cli.folder import held
-from diloco_cli.cli.goal import Goal
-from diloco_cli.cli.run import LocalRun, Plan
-from diloco_cli.errors import LinkError, QuorumLost, RunFailed, SpecError, StoreError
-from diloco_cli.launch.local import LocalLauncher, Role
-from diloco_cli.launch.supervise import Patience
-from diloco_cli.observe.events import read_events
-from diloco_cli.observe.terminal import Progress
+from diloco_cli.cli.app import main
+from diloco_cli.errors import LinkError, SpecError
+from diloco_cli.observe.events import EventLog
+from diloco_cli.run.folder import find, held, is_free, last_summary, runner_of, set_aside
+from diloco_cli.run.goal import StopCondition, parse_goal
 
-SERVER = """
-import http.server, json, os, pathlib, signal, sys, threading
-folder = pathlib.Path(sys.argv[1])
-class Pages(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        state = (folder / "state").read_text() if (folder / "state").exists() else "training"
-        started = len(list(folder.glob("started-*")))
-        body = json.dumps({"state": state, "tokens": {"applied": 10, "budget": 20},
-                           "regions": [{"name": "left", "step": started}]}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-    def do_POST(self):
-        (folder / "state").write_text("stopped")
-        self.do_GET()
-    def log_message(self, *_): pass
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages)
-signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-(folder / "server").mkdir(exist_ok=True)
-address = {"url": f"http://127.0.0.1:{server.server_port}", "pid": os.getpid()}
-draft = folder / "server" / "draft"
-draft.write_text(json.dumps(address))
-draft.rename(folder / "server" / "address.json")
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-server.serve_forever()
-"""
-
-WORKER = """
-import os, pathlib, signal, sys, time
-folder, region = pathlib.Path(sys.argv[1]), sys.argv[2]
-(folder / f"started-{region}-{os.getpid()}").touch()
-state = folder / "state"
-while not state.exists() or state.read_text() not in ("finished", "stopped"):
-    time.sleep(0.02)
-"""
-
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-
-
-class PlainLink:
-    def status(self, url):
-        return self._ask(url + "/v1/status", None)
-
-    def stop(self, url):
-        self._ask(url + "/v1/stop", b"")
-
-    def _ask(self, url, body):
-        try:
-            with urllib.request.urlopen(url, body, timeout=3) as answer:
-                return json.loads(answer.read())
-        except (OSError, urllib.error.URLError):
-            raise LinkError(f"{url} does not answer.") from None
-
-
-def python(name, code, *arguments):
-    return Role(name, (sys.executable, "-c", code, *map(str, arguments)))
-
-
-def saying(code, text):
-    return f"import sys; sys.stderr.write({text!r}); sys.exit({code})"
-
-
-@pytest.fixture
-def run_of(tmp_path):
-    """Makes a run of two regions whose processes can be replaced; afterwards none may live."""
-
-    def make(server=SERVER, workers=None, quorum=1, elsewhere=0, goal=None, grace=20.0):
-        codes = workers or {}
-        plan = Plan(
-            folder=tmp_path,
-            regions=("left", "right"),
-            elsewhere=elsewhere,
-            quorum=quorum,
-            serve=python("server", server, tmp_path),
-            work=lambda region, url: python(region, codes.get(region, WORKER), tmp_path, region),
-            goal=goal,
-        )
-        progress = Progress(Console(file=io.StringIO(), width=200))
-        launcher = LocalLauncher(tmp_path / "logs")
-        patience = Patience(first=0.05, largest=0.1, tries=3)
-        return LocalRun(
-            plan, launcher, PlainLink(), progress, patience=patience, grace=grace, poll=0.1
-        )
-
-    yield make
-    everybody = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
-    assert [command for command in everybody if str(tmp_path) in command] == []
-
-
-def starts(folder, region):
-    return sorted(folder.glob(f"started-{region}-*"))
-
-
-def meanwhile(*deeds):
-    """Does things beside the run, each as soon as its condition holds."""
-
-    def do():
-        deadline = time.monotonic() + 30
-        for ready, deed in deeds:
-            while time.monotonic() < deadline and not ready():
-                time.sleep(0.02)
-            deed()
-
-    thread = threading.Thread(target=do)
-    thread.start()
-    return thread
-
-
-def both_started(folder):
-    return lambda: starts(folder, "left") and starts(folder, "right")
-
-
-def spoken(run):
-    return run.progress.console.file.getvalue()
-
-
-def test_a_run_ends_when_the_server_says_finished_and_the_workers_have_left(run_of, tmp_path):
-    beside = meanwhile(
-        (both_started(tmp_path), lambda: (tmp_path / "state").write_text("finished"))
-    )
-    run = run_of()
-    assert run.conduct() == 0
-    beside.join()
-    assert run.summary()["state"] == "finished"
-    assert json.loads((tmp_path / "summary.json").read_text())["tokens"]["applied"] == 10
-
-
-LEFT_BEHIND = """
-import fcntl, os, pathlib, sys, time
-folder = pathlib.Path(sys.argv[1]) / "regions" / "left"
-folder.mkdir(parents=True)
-lock = os.open(folder / "trainer.lock", os.O_RDWR | os.O_CREAT)
-fcntl.flock(lock, fcntl.LOCK_EX)
-os.write(lock, f"{os.getpid()}\\n".encode())
-print("here", flush=True)
-time.sleep(600)
+SPEC = """
+spec: 1
+name: tiny
+budget: {tokens: 100_000}
+model: {kind: decoder, layers: 1, width: 32, heads: 2}
+data: {kind: python-source}
+inner: {batch: 2, sequence: 32}
+regions: [{name: left}, {name: right}]
+sync: {fragments: 2, every: 4, overlap: 1}
 """
 
 
-def test_a_trainer_that_outlived_its_worker_does_not_outlive_the_run(run_of, tmp_path):
-    command = [sys.executable, "-c", LEFT_BEHIND, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as trainer:
-        assert trainer.stdout and trainer.stdout.readline()
-        beside = meanwhile(
-            (both_started(tmp_path), lambda: (tmp_path / "state").write_text("finished"))
-        )
-        assert run_of().conduct() == 0
-        beside.join()
-        assert trainer.wait(20) == -signal.SIGKILL
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Every test in a folder of its own, with a spec and without our environment variables."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("DILOCO_SERVER", "DILOCO_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    Path("run.yaml").write_text(SPEC)
 
 
-def test_a_killed_worker_and_a_killed_server_come_back(run_of, tmp_path):
-    def pid_of_server():
-        return json.loads((tmp_path / "server" / "address.json").read_text())["pid"]
-
-    first = []
-
-    def kill_both():
-        first.append(pid_of_server())
-        os.kill(int(starts(tmp_path, "left")[0].name.rpartition("-")[2]), signal.SIGKILL)
-        os.kill(first[0], signal.SIGKILL)
-
-    beside = meanwhile(
-        (both_started(tmp_path), kill_both),
-        (
-            lambda: len(starts(tmp_path, "left")) == 2 and pid_of_server() != first[0],
-            lambda: (tmp_path / "state").write_text("finished"),
-        ),
-    )
-    run = run_of()
-    assert run.conduct() == 0
-    beside.join()
-    kinds = [event.kind for event in read_events(tmp_path / "events.jsonl")]
-    assert set(kinds) == {"server-restarted", "worker-restarted"}
-    assert "left died: killed by SIGKILL" in spoken(run)
+def diloco(capsys, *arguments):
+    """Runs a command; gives its exit code, what it printed and what it said."""
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
 
 
-def test_a_server_that_cannot_start_gives_its_reason_and_its_code(run_of):
-    text = "error: 127.0.0.1:80 is taken.\n\nhint: set server.listen\n"
-    with pytest.raises(LinkError, match="is taken") as caught:
-        run_of(server=saying(4, text)).conduct()
-    assert caught.value.hint == "set server.listen"
+def a_run(name="tiny"):
+    folder = Path("runs") / name
+    (folder / "server").mkdir(parents=True)
+    (folder / "spec.resolved.yaml").write_text(SPEC)
+    return folder
 
 
-def test_workers_that_can_never_start_end_the_run_with_their_code(run_of):
-    broken = saying(2, "error: data.files: no file matches 'x'.\n\nhint: look\n")
-    run = run_of(workers={"left": broken, "right": broken})
-    with pytest.raises(SpecError, match="no file matches"):
-        run.conduct()
-    summary = run.summary()
-    assert summary["state"] == "stopped" and "no file matches 'x'" in summary["why"]
-    assert "no file matches" in summary["regions"]["left"]["failed"]
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
-def test_one_lost_region_is_fatal_only_below_the_quorum(run_of, tmp_path):
-    broken = saying(5, "error: the checkpoint is damaged\n")
-    with pytest.raises(QuorumLost, match=r"a round needs 2.*the checkpoint is damaged"):
-        run_of(workers={"left": broken}, quorum=2).conduct()
-
-    beside = meanwhile(
-        (
-            lambda: any(e.kind == "worker-gone" for e in read_events(tmp_path / "events.jsonl")),
-            lambda: (tmp_path / "state").write_text("finished"),
-        )
-    )
-    run = run_of(workers={"left": broken}, quorum=1)
-    assert run.conduct() == 0
-    beside.join()
-    assert "left: failed (the checkpoint is damaged)" in spoken(run)
-    assert run.summary()["regions"]["left"]["failed"] == "the checkpoint is damaged"
+# Which region, which server
 
 
-def test_a_worker_that_dies_again_and_again_is_given_up(run_of):
-    broken = saying(1, "error: out of luck\n")
-    with pytest.raises(RunFailed, match="out of luck"):
-        run_of(workers={"left": broken, "right": broken}).conduct()
+def test_an_unknown_region_is_answered_with_the_known_ones(capsys):
+    code, _, said = diloco(capsys, "work", "run.yaml", "--region", "lefft")
+    assert code == 2
+    assert "no region 'lefft' in tiny; it has left, right" in said
+    assert "hint: Did you mean `left`?" in said
 
 
-def test_regions_elsewhere_keep_a_run_alive(run_of):
-    leave = saying(0, "")
-    run = run_of(workers={"left": leave}, elsewhere=1, goal=Goal("steps", 1))
-    assert run.conduct() == 0
-    assert "reached --until steps=1; stopping" in spoken(run)
+def test_a_worker_must_know_its_region_and_its_server(capsys, monkeypatch):
+    code, _, said = diloco(capsys, "work", "run.yaml")
+    assert code == 2 and "DILOCO_REGION" in said and "left, right" in said
+    monkeypatch.setenv("DILOCO_REGION", "left")
+    code, _, said = diloco(capsys, "work", "run.yaml")
+    assert code == 2 and "DILOCO_SERVER" in said and "diloco serve" in said
 
 
-def test_when_everybody_has_left_the_run_does_not_wait_for_ever(run_of):
-    leave = saying(0, "")
-    with pytest.raises(QuorumLost, match="all others have left"):
-        run_of(workers={"left": leave, "right": leave}, grace=0.5).conduct()
+def test_a_worker_without_a_server_gives_up_after_its_patience(capsys):
+    url = f"http://127.0.0.1:{free_port()}"
+    asked = ("work", "run.yaml", "--region", "left", "--server", url, "--wait", "0.1")
+    code, _, said = diloco(capsys, *asked)
+    assert code == 4 and url in said and "hint:" in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_stops_in_good_order(run_of, tmp_path, number):
-    beside = meanwhile((both_started(tmp_path), lambda: os.kill(os.getpid(), number)))
-    run = run_of()
-    assert run.conduct() == 128 + number
-    beside.join()
-    assert run.summary()["state"] == "stopped"
-    assert run.summary()["why"] == f"{signal.Signals(number).name} received"
+def test_regions_to_start_here_must_exist(capsys):
+    code, _, said = diloco(capsys, "run", "run.yaml", "--regions", "left,rihgt")
+    assert code == 2 and "Did you mean `right`?" in said
+    code, _, said = diloco(capsys, "run", "run.yaml", "--regions", "")
+    assert code == 2 and "names no region" in said and "left, right" in said
 
 
-def test_a_second_signal_kills_at_once(run_of, tmp_path):
-    def interrupt():
-        os.kill(os.getpid(), signal.SIGINT)
-
-    run = run_of(workers={"left": STUBBORN, "right": STUBBORN}, grace=600)
-    beside = meanwhile(
-        (lambda: len(run._workers) == 2, interrupt),
-        (lambda: "stopping" in spoken(run), interrupt),
-    )
-    assert run.conduct() == 130
-    beside.join()
+@pytest.mark.parametrize("command", ["run", "serve", "work"])
+def test_a_wrong_spec_stops_every_command_before_anything_starts(capsys, command):
+    Path("run.yaml").write_text(SPEC + "sinc: {}\n")
+    code, _, said = diloco(capsys, command, "run.yaml")
+    assert code == 2 and "run.yaml:" in said and "sinc" in said
+    assert not Path("runs").exists()
 
 
-def test_a_signal_before_the_server_listens_is_heard_too(run_of):
-    run = run_of(server=STUBBORN, grace=0.5)
-    beside = meanwhile((lambda: run._server.handle, lambda: os.kill(os.getpid(), signal.SIGTERM)))
-    assert run.conduct() == 143
-    beside.join()
+# Goals
 
 
-def test_a_goal_stops_the_run_and_that_is_a_success(run_of):
-    run = run_of(goal=Goal("tokens", 10))
-    assert run.conduct() == 0
-    assert run.summary()["state"] == "stopped"
-    assert run.summary()["why"] == "reached --until tokens=10"
+@pytest.mark.parametrize(
+    "text",
+    ["tokens", "tokens=", "miles=3", "steps=-1", "minutes=nan", "tokens=1.5", "steps=1e3"],
+)
+def test_a_goal_that_makes_no_sense_is_refused(capsys, text):
+    code, _, said = diloco(capsys, "run", "run.yaml", "--until", text)
+    assert code == 2 and f"--until {text}" in said and "minutes=10" in said
 
 
-def test_a_folder_that_cannot_be_written_is_said_to_be_so(run_of, tmp_path):
-    (tmp_path / "logs").write_text("in the way")
-    with pytest.raises(StoreError, match="cannot be written"):
-        run_of().conduct()
+def test_goals_are_reached_by_tokens_steps_or_minutes():
+    status = {"tokens": {"applied": 1000}, "regions": [{"step": 10}, {"step": 30}]}
+    assert parse_goal("tokens=1_000") == StopCondition("tokens", 1000)
+    assert str(parse_goal("tokens=40000")) == "tokens=40_000"
+    assert str(parse_goal("minutes=1.5")) == "minutes=1.5"
+    assert StopCondition("tokens", 1000).reached(status, seconds=0)
+    assert not StopCondition("tokens", 1001).reached(status, seconds=0)
+    assert StopCondition("steps", 30).reached(status, seconds=0)
+    assert not StopCondition("steps", 31).reached(status, seconds=0)
+    assert StopCondition("minutes", 2).reached({}, seconds=120)
+    assert not StopCondition("minutes", 2).reached({}, seconds=119)
 
 
-def test_what_an_earlier_run_left_draining_is_waited_for(run_of, tmp_path):
-    (tmp_path / "server").mkdir()
-    lock = tmp_path / "server" / "lock"
-    holder = python("x", "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2);"
-                         "print('held', flush=True); sys.stdin.read()", lock)  # fmt: skip
-    child = LocalLauncher(tmp_path / "logs").start(holder)
-    meanwhile((lambda: "held" in (tmp_path / "logs" / "x.log").read_text(), lambda: None)).join()
-    run = run_of(goal=Goal("tokens", 1))
-    beside = meanwhile((lambda: "waiting for an earlier run" in spoken(run), child.kill))
-    assert run.conduct() == 0
-    beside.join()
-    assert "let go of: server" in spoken(run)
+# Folders
 
 
-def test_a_folder_in_which_others_run_is_left_as_it_is(run_of, tmp_path, monkeypatch):
-    """Neither their trainers are ended nor is their run called over."""
-    monkeypatch.setattr(run_module, "PREDECESSOR_SECONDS", 0.0)
-    (tmp_path / "server").mkdir()
-    with (tmp_path / "server" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        run = run_of()
-        trainer = _a_trainer_of(tmp_path / "regions" / run.plan.regions[0])
-        try:
-            with pytest.raises(RunFailed, match="is in use"):
-                run.conduct()
-            assert trainer.poll() is None
-        finally:
-            trainer.kill()
-            trainer.wait()
-    assert not (tmp_path / "summary.json").exists()
+def test_a_run_is_found_by_spec_folder_name_url_or_as_the_newest():
+    old, new = a_run("older"), a_run("tiny")
+    os.utime(old / "spec.resolved.yaml", (1, 1))
+    assert find("http://h:1/").url == "http://h:1"
+    assert [find(asked).folder for asked in ("run.yaml", str(new), "tiny", None)] == [new] * 4
+    assert find("older").folder == old
 
 
-def _a_trainer_of(folder: Path) -> subprocess.Popen[str]:
-    """A process that holds a region's trainer lock as a trainer does."""
-    folder.mkdir(parents=True, exist_ok=True)
+def test_the_environment_names_the_server_before_the_newest_run(monkeypatch):
+    a_run()
+    monkeypatch.setenv("DILOCO_SERVER", "http://agg:9")
+    assert find(None).url == "http://agg:9"
+
+
+@pytest.mark.parametrize("asked", ["nothing", "empty", None])
+def test_what_is_no_run_is_said_to_be_none(asked):
+    Path("empty").mkdir()
+    with pytest.raises(SpecError):
+        find(asked)
+
+
+def test_an_old_run_is_set_aside_and_never_overwritten():
+    for number in (1, 2):
+        a_run()
+        assert set_aside(Path("runs/tiny")) == Path(f"runs/tiny.old-{number}")
+    assert set_aside(Path("runs/tiny")) is None
+
+
+def test_a_folder_that_is_being_run_is_not_set_aside():
+    folder = a_run()
+    with held(folder), pytest.raises(SpecError, match="being run by process"):
+        set_aside(folder)
+    assert folder.exists()
+
+
+@pytest.mark.parametrize("lock", ["server/lock", "regions/paris/lock", "regions/iowa/trainer.lock"])
+def test_a_folder_in_which_somebody_still_writes_is_not_set_aside(lock: str):
+    """What a killed `diloco run` leaves behind would go on under the old name, in the new run."""
+    folder = a_run()
+    (path := folder / lock).parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.raises(SpecError, match=f"{path.parent.name} still run there"):
+            set_aside(folder)
+    assert folder.exists() and set_aside(folder)
+
+
+def test_a_lock_ends_with_its_process():
+    folder = a_run()
     code = (
-        "import sys, time; from pathlib import Path\n"
-        "from diloco_cli.worker.mailbox import TRAINER_LOCK, Mailbox\n"
-        "with Mailbox(Path(sys.argv[1])).locked(TRAINER_LOCK):\n"
-        "    print('held', flush=True); time.sleep(600)"
+        "import sys; from pathlib import Path; from diloco_cli.run.folder import held\n"
+        "with held(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    assert child.stdout
-    with child.stdout as said:
-        assert said.readline() == "held\n"
-    return child
+    assert child.stdin and child.stdout and child.stdout.readline() == b"held\n"
+    assert runner_of(folder) == child.pid and not is_free(folder / "run.lock")
+    child.kill()
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+    assert runner_of(folder) is None
 
 
-def test_one_folder_is_run_by_one_process(tmp_path):
-    with held(tmp_path), pytest.raises(SpecError, match=f"process {os.getpid()}"), held(tmp_path):
+def test_a_summary_counts_only_while_the_run_has_not_gone_on():
+    folder = a_run()
+    (folder / "summary.json").write_text('{"state": "stopped"}')
+    assert last_summary(folder)["state"] == "stopped"
+    (folder / "server" / "address.json").write_text("{}")
+    later = time.time() + 10
+    os.utime(folder / "server" / "address.json", (later, later))
+    assert last_summary(folder) == {}
+
+
+# Commands about runs without a server
+
+
+def test_the_status_of_a_finished_run_needs_no_server(capsys):
+    folder = a_run()
+    summary = {"state": "finished", "outer_steps": 7, "loss": {"heldout": 2.0, "first": 5.0}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    code, printed, _ = diloco(capsys, "status", folder, "--format", "json")
+    assert code == 0
+    assert json.loads(printed)["outer_steps"] == 7
+    code, printed, _ = diloco(capsys, "status", folder)
+    assert code == 0 and "finished" in printed
+
+
+def test_without_a_server_the_last_known_state_is_shown_and_the_code_says_so(capsys):
+    folder = a_run()
+    EventLog(folder / "events.jsonl", "server").note("server-started", url="http://x")
+    code, printed, said = diloco(capsys, "status", folder, "--format", "json")
+    assert code == 4 and json.loads(printed)["state"] == "training"
+    assert json.loads(printed)["reachable"] is False
+    assert "has no server running" in said
+
+
+def test_an_unreachable_url_is_exit_code_4(capsys):
+    url = f"http://127.0.0.1:{free_port()}"
+    for command in ("status", "stop"):
+        code, printed, said = diloco(capsys, command, url)
+        assert (code, printed) == (4, "") and url in said and "hint:" in said
+
+
+class Pages(http.server.BaseHTTPRequestHandler):
+    """Some other program's web pages."""
+
+    body = b"<h1>hello</h1>"
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("content-length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format, *args):
         pass
-    with held(tmp_path):
-        pass
+
+
+@contextlib.contextmanager
+def pages(kind):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class Object(Pages):
+    body = b'{"hello": "world"}'
+
+
+class Missing(Pages):
+    def do_GET(self):
+        self.send_error(404)
+
+
+@pytest.mark.parametrize("kind", [Pages, Object, Missing])
+def test_what_is_not_a_diloco_server_is_said_to_be_none(capsys, kind):
+    with pages(kind) as url:
+        code, printed, said = diloco(capsys, "status", url)
+    assert (code, printed) == (4, "")
+    assert f"What answers at {url} is not a diloco server." in said
+    assert "diloco status" not in said
+
+
+def test_a_server_that_is_away_is_waited_for_by_who_watches(capsys, monkeypatch):
+    training = {"state": "training", "tokens": {"applied": 1, "budget": 9}, "regions": []}
+    script = [training, LinkError("gone"), {**training, "state": "finished"}]
+
+    def answer(self, url):
+        told = script.pop(0)
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    monkeypatch.setattr("diloco_cli.run.ask.Asking.status", answer)
+    monkeypatch.setattr("diloco_cli.cli.status.WATCH_SECONDS", 0.0)
+    code, printed, _ = diloco(capsys, "status", "--watch", "http://h:1")
+    lines = printed.splitlines()
+    assert code == 0 and lines[0].startswith("training |")
+    assert lines[1].startswith("server away (since ") and "Ctrl-C" in lines[1]
+    assert "finished" in lines[2]
+
+
+def test_a_regions_host_is_asked_for_the_url_of_the_server(capsys):
+    folder = a_run()
+    (folder / "server").rmdir()
+    (folder / "regions").mkdir()
+    for command in ("status", "stop", "pull"):
+        code, _, said = diloco(capsys, command, folder)
+        assert code == 4 and f"`diloco {command} URL`" in said and "DILOCO_SERVER" in said
+        assert "diloco run" not in said
+
+
+def test_a_killed_server_leaves_its_figures_in_the_run_log(capsys):
+    folder = a_run()
+    log = EventLog(folder / "events.jsonl", "server")
+    log.note("server-started", url="http://x", recovered=0)
+    log.note("evaluated", region="left", versions=[0], loss=5.5)
+    log.note("published", fragment=0, version=1, tokens=4096.0)
+    code, printed, _ = diloco(capsys, "status", folder)
+    assert code == 4 and "4096 of 100.0k" in printed and "5.500" in printed
+    assert "last heard of at" in printed
+
+
+def test_a_pipe_gets_lines_as_long_as_they_are(capsys, monkeypatch):
+    why = "waiting " * 30
+    told = {"state": "training", "regions": [{"name": "left", "alive": True, "why": why + "end"}]}
+    monkeypatch.setattr("diloco_cli.run.ask.Asking.status", lambda self, url: told)
+    _, printed, _ = diloco(capsys, "status", "http://h:1")
+    assert why + "end" in printed
+    assert [line for line in printed.splitlines() if line != line.rstrip()] == []
+
+
+def test_stopping_what_does_not_run_is_no_failure(capsys):
+    code, _, said = diloco(capsys, "stop", a_run())
+    assert code == 0 and "not running" in said
+
+
+def test_pulling_from_a_run_that_never_began_says_so(capsys):
+    code, _, said = diloco(capsys, "pull", a_run(), "--out", "w.safetensors")
+    assert code == 2 and "no weights yet" in said
+    code, _, said = diloco(capsys, "pull", "runs/tiny", "--out", "no/such/w.safetensors")
+    assert code == 2 and "no folder no/such" in said
+    code, _, said = diloco(capsys, "pull", "runs/tiny", "--out", "runs")
+    assert code == 2 and "runs is a folder" in said
+    code, _, said = diloco(capsys, "pull", "runs/tiny", "--out", "/proc/weights")
+    assert code == 5 and "/proc/weights cannot be written" in said and "--out" in said
+
+
+# diloco run, before it starts
+
+
+def test_a_finished_run_shows_its_summary_and_is_done(capsys):
+    from diloco_cli.assemble import load_run, spelled_out
+    from diloco_cli.spec.resolved import write_resolved
+
+    folder = Path("runs/tiny")
+    write_resolved(spelled_out(load_run("run.yaml").spec), folder)
+    (folder / "summary.json").write_text('{"state": "finished", "outer_steps": 7}')
+    code, printed, said = diloco(capsys, "run", "run.yaml")
+    assert code == 0 and "finished" in printed and "--fresh" in said
+    assert not (folder / "logs").exists()
+
+
+def test_another_runs_folder_is_refused_with_the_keys_that_differ(capsys):
+    a_run("other")
+    code, _, said = diloco(capsys, "run", "run.yaml", "--dir", "runs/other", "--set", "seed=7")
+    assert code == 2 and "seed: 0 there, 7 here" in said and "--fresh" in said
+
+
+@pytest.mark.parametrize("extra", [(), ("--detach",), ("--fresh",)])
+def test_a_folder_is_run_once_at_a_time(capsys, extra):
+    with held(Path("runs/tiny")):
+        code, _, said = diloco(capsys, "run", "run.yaml", *extra)
+    assert code == 2 and f"process {os.getpid()}" in said and "diloco status runs/tiny" in said
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "work"])
+@pytest.mark.parametrize("extra", [(), ("--fresh",)])
+def test_a_folder_of_something_else_is_left_alone(capsys, command, extra):
+    Path("photos").mkdir()
+    Path("photos/cat.jpg").touch()
+    asked = [command, "run.yaml", "--dir", "photos", *(extra if command == "run" else ())]
+    asked += ["--region", "left"] if command == "work" else []
+    code, _, said = diloco(capsys, *asked)
+    assert code == 2 and "cat.jpg" in said and "another --dir" in said
+    assert [path.name for path in Path("photos").iterdir()] == ["cat.jpg"]
+    code, _, said = diloco(capsys, "run", "run.yaml", "--dir", "run.yaml")
+    assert code == 2 and "run.yaml is a file" in said
+
+
+def test_a_second_server_of_a_folder_is_a_wrong_command(capsys):
+    folder = a_run()
+    with (folder / "server" / "lock").open("w") as lock:
+        lock.write("123\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, said = diloco(capsys, "serve", "run.yaml")
+    assert code == 2 and "in use by another server (process 123)" in said
+
+
+def test_a_folder_that_cannot_be_made_is_exit_code_5(capsys):
+    Path("runs").write_text("in the way")
+    code, _, said = diloco(capsys, "run", "run.yaml")
+    assert code == 5 and "cannot be written" in said and "--dir" in said

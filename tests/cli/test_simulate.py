@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from diloco_cli.bench.published import presets
+from diloco_cli.bench.published.verdict import PublishedGoal, Verdict
 from diloco_cli.cli.app import app
 from diloco_cli.errors import SpecError
-from diloco_cli.sim import presets
 from diloco_cli.sim.sweep import parse_vary
-from diloco_cli.sim.verdict import Goal, Verdict
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 QUICK = str(ROOT / "pipelines" / "quickstart.yaml")
 SHORT = ("--step", "0.1s", "--duration", "60s")
 
@@ -34,7 +34,12 @@ def data(*arguments: str) -> dict[str, Any]:
 
 def missed(seed: int = 0) -> Verdict:
     return Verdict(
-        "made-up", "x", ("a", "b"), {"row": [1.0, 2.0]}, {"row": [1.5, 2.0]}, (Goal("g", 1, 2),)
+        "made-up",
+        "x",
+        ("a", "b"),
+        {"row": [1.0, 2.0]},
+        {"row": [1.5, 2.0]},
+        (PublishedGoal("g", 1, 2),),
     )
 
 

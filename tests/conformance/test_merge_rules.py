@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diloco_cli.core.fragments import Fragment, Piece
-from diloco_cli.core.merge import merge, merge_rules
+from diloco_cli.merge.rules import merge, merge_rules
 
 KINDS = merge_rules.kinds()
 TWO = Fragment(0, (Piece("a", 0, 3, (3,), 0), Piece("embed", 0, 2, (2,), 3, True)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diloco_cli.errors import DilocoError, SpecError, StoreError
-from diloco_cli.server.store import FragmentState, PayloadLost, Store, stores
+from diloco_cli.server.store.on_disk import PayloadLost, Store, StoredState, stores
 
 DIGEST, OTHER = "a" * 64, "b" * 64
 
@@ -31,9 +31,9 @@ def store(kind: str, tmp_path: Path):
     store.close()
 
 
-def state(seed: int) -> FragmentState:
+def state(seed: int) -> StoredState:
     rng = np.random.default_rng(seed)
-    return FragmentState(*(rng.normal(size=100).astype(np.float32) for _ in range(3)))
+    return StoredState(*(rng.normal(size=100).astype(np.float32) for _ in range(3)))
 
 
 def test_a_restart_finds_the_same_run_and_every_record(kind, tmp_path):
@@ -122,7 +122,7 @@ def test_a_version_comes_back_bit_for_bit(store):
 
 def test_a_state_may_have_no_momentum_and_share_its_weights_with_what_is_published(store):
     weights = np.arange(4, dtype=np.float32)
-    store.publish(0, 0, FragmentState(weights, np.zeros(0, np.float32), weights), None)
+    store.publish(0, 0, StoredState(weights, np.zeros(0, np.float32), weights), None)
     loaded = store.load_state(0, 0)
     assert loaded.momentum.size == 0 and loaded.published.tolist() == [0, 1, 2, 3]
     assert store.delta(0, 0) is None

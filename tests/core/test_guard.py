@@ -12,7 +12,7 @@ from diloco_cli.core.guard import (
     PAROLE,
     STRIKES,
     WINDOW,
-    Conduct,
+    GuardRecord,
     Norms,
     inspect,
     outlier,
@@ -108,8 +108,8 @@ def test_whatever_passes_is_finite(values):
         assert not (np.abs(values) <= 1e15).all()
 
 
-def after(*found: str | None) -> Conduct:
-    conduct = Conduct()
+def after(*found: str | None) -> GuardRecord:
+    conduct = GuardRecord()
     for unfit in found:
         conduct = conduct.found(unfit)
     return conduct
@@ -125,7 +125,7 @@ def test_a_region_is_kept_out_after_several_unfit_contributions_in_a_row():
 def test_quarantine_ends_with_sound_work_in_a_row_and_says_how_much_is_missing():
     kept = after(*["nan"] * STRIKES, *[None] * (PAROLE - 1))
     assert kept.quarantined and "the last: nan" in kept.why and f"{PAROLE - 1} so far" in kept.why
-    assert kept.found(None) == Conduct() and Conduct().why == ""
+    assert kept.found(None) == GuardRecord() and GuardRecord().why == ""
     back = kept.found("too long")
     assert back.quarantined and back.sound == 0 and "the last: too long" in back.why
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_cli.core.ledger import Ledger, Member, TurnedAway, Welcome, admit_worker
-from diloco_cli.core.rounds import Decision, Receipt, Standing
+from diloco_cli.core.ledger import Admitted, Ledger, RegionOwner, TurnedAway, admit_worker
+from diloco_cli.core.rounds import Decision, Receipt, RegionRecord
 
 
 def receipt(region: str = "paris", digest: str = "x", **changes) -> Receipt:
@@ -48,7 +48,7 @@ def after(*records: dict, fragments: int = 1) -> Ledger:
 
 
 def test_an_empty_journal_knows_nobody():
-    nobody = Standing(epoch=0, version=0, merged="", known=None, finished=False)
+    nobody = RegionRecord(epoch=0, version=0, merged="", known=None, finished=False)
     assert after().standing("paris", 0) == nobody
     assert after().high("paris") == -1
 
@@ -151,27 +151,31 @@ def test_evaluations_are_kept_in_order():
 
 
 def test_the_first_worker_is_welcome():
-    assert admit_worker(None, "disk", 1, lease_left=0) == Welcome(1, new=True)
+    assert admit_worker(None, "disk", 1, lease_left=0) == Admitted(1, new=True)
 
 
 def test_a_repeated_join_gets_the_same_epoch_again():
-    assert admit_worker(Member("disk", 4, 9), "disk", 4, lease_left=5) == Welcome(9, new=False)
+    assert admit_worker(RegionOwner("disk", 4, 9), "disk", 4, lease_left=5) == Admitted(
+        9, new=False
+    )
 
 
 def test_a_restarted_worker_takes_over_from_itself_at_once():
-    assert admit_worker(Member("disk", 4, 9), "disk", 5, lease_left=5) == Welcome(10, new=True)
+    assert admit_worker(RegionOwner("disk", 4, 9), "disk", 5, lease_left=5) == Admitted(
+        10, new=True
+    )
 
 
 def test_a_rival_waits_while_the_lease_lives_and_then_takes_over():
-    member = Member("disk", 4, 9)
+    member = RegionOwner("disk", 4, 9)
     answer = admit_worker(member, "other", 1, lease_left=5)
     assert isinstance(answer, TurnedAway) and answer.code == "held" and "5 more" in answer.why
-    assert admit_worker(member, "other", 1, lease_left=0) == Welcome(10, new=True)
+    assert admit_worker(member, "other", 1, lease_left=0) == Admitted(10, new=True)
 
 
 @pytest.mark.parametrize("lease_left", [0, 5])
 def test_an_older_copy_of_the_folder_may_not_speak(lease_left):
-    answer = admit_worker(Member("disk", 4, 9), "disk", 3, lease_left=lease_left)
+    answer = admit_worker(RegionOwner("disk", 4, 9), "disk", 3, lease_left=lease_left)
     assert isinstance(answer, TurnedAway) and answer.code == "older-copy"
 
 
@@ -183,7 +187,7 @@ def test_an_epoch_belongs_to_one_start_of_one_folder_for_ever(asks):
     ledger, owners = Ledger.empty(1), {}
     for owner, boot, left in asks:
         answer = admit_worker(ledger.regions.get("paris"), owner, boot, lease_left=left)
-        if isinstance(answer, Welcome):
+        if isinstance(answer, Admitted):
             assert owners.setdefault(answer.epoch, (owner, boot)) == (owner, boot)
             about = {"region": "paris", "owner": owner, "boot": boot, "epoch": answer.epoch}
             ledger.apply(1, {"kind": "joined", **about})

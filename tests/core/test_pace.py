@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_cli.core import pace
-from diloco_cli.core.ledger import Slot
+from diloco_cli.core.ledger import FragmentState
 from diloco_cli.core.pace import Averages, Report
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.spec.schema import GraceSpec, SyncSpec
@@ -20,8 +20,8 @@ def says(**steps: float) -> dict[str, list[Report]]:
     return {region: [Report(5, count)] for region, count in steps.items()}
 
 
-def due(reports, slot: Slot | None = None, sync: SyncSpec = SYNC, live=None) -> list[int]:
-    return pace.due([slot or Slot(version=5)], reports, live or set(reports), sync)
+def due(reports, slot: FragmentState | None = None, sync: SyncSpec = SYNC, live=None) -> list[int]:
+    return pace.due([slot or FragmentState(version=5)], reports, live or set(reports), sync)
 
 
 def waiting(base: int) -> dict[str, Receipt]:
@@ -52,33 +52,40 @@ def test_a_live_region_that_has_not_reported_holds_nothing():
 
 @pytest.mark.parametrize("phase", ["called", "closing"])
 def test_an_open_round_is_not_called_twice(phase):
-    assert due(says(paris=30, tokyo=30), Slot(version=5, phase=phase)) == []
+    assert due(says(paris=30, tokyo=30), FragmentState(version=5, phase=phase)) == []
 
 
 def test_first_rounds_are_staggered_and_later_ones_are_not():
     sync = SYNC.model_copy(update={"fragments": 2, "quorum": 1})
     fresh = {"paris": [Report(0, 5), Report(0, 5)]}
-    assert pace.due([Slot(), Slot()], fresh, {"paris"}, sync) == [0]
+    assert pace.due([FragmentState(), FragmentState()], fresh, {"paris"}, sync) == [0]
     later = {"paris": [Report(1, 5), Report(1, 5)]}
-    assert pace.due([Slot(version=1), Slot(version=1)], later, {"paris"}, sync) == []
+    assert (
+        pace.due([FragmentState(version=1), FragmentState(version=1)], later, {"paris"}, sync) == []
+    )
 
 
 def test_a_frame_that_came_late_calls_nothing_by_itself():
-    assert due(says(paris=0, tokyo=0), Slot(version=5, waiting=waiting(base=4))) == []
+    assert due(says(paris=0, tokyo=0), FragmentState(version=5, waiting=waiting(base=4))) == []
 
 
 def test_a_round_that_lost_all_its_members_is_called_again_for_whoever_still_waits():
-    assert due(says(paris=0, tokyo=0), Slot(version=5, waiting=waiting(base=5))) == [0]
+    assert due(says(paris=0, tokyo=0), FragmentState(version=5, waiting=waiting(base=5))) == [0]
 
 
 def test_after_the_end_whatever_waits_or_is_held_is_called():
-    slots = [Slot(waiting=waiting(0)), Slot(), Slot(), Slot(phase="closing")]
+    slots = [
+        FragmentState(waiting=waiting(0)),
+        FragmentState(),
+        FragmentState(),
+        FragmentState(phase="closing"),
+    ]
     reports = {"paris": [Report(0, 0), Report(0, 1), Report(0, 0.5), Report(0, 9)]}
     assert pace.due_at_end(slots, reports, {"paris"}) == [0, 1]
 
 
 def test_after_the_end_a_dead_region_is_not_waited_for():
-    assert pace.due_at_end([Slot()], {"paris": [Report(0, 5)]}, {"tokyo"}) == []
+    assert pace.due_at_end([FragmentState()], {"paris": [Report(0, 5)]}, {"tokyo"}) == []
 
 
 # Grace

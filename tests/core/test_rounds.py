@@ -17,15 +17,15 @@ from diloco_cli.core.rounds import (
     Receipt,
     Recorded,
     Refused,
+    RegionRecord,
     Returned,
     Round,
-    Standing,
     Wait,
     decide,
 )
 
 LIVE = frozenset({"paris", "tokyo", "iowa"})
-HERE = Standing(epoch=3, version=7, merged="x", known=Decision(40, "x", "merged"))
+HERE = RegionRecord(epoch=3, version=7, merged="x", known=Decision(40, "x", "merged"))
 
 
 def frame(**changes) -> Receipt:
@@ -33,7 +33,7 @@ def frame(**changes) -> Receipt:
     return replace(sent, **changes)
 
 
-def admit(receipt: Receipt, standing: Standing = HERE, **changes) -> rounds.Answer:
+def admit(receipt: Receipt, standing: RegionRecord = HERE, **changes) -> rounds.Answer:
     return rounds.admit(receipt, standing, **{"epoch": 3, "alpha": 1.0, "staleness": 2, **changes})
 
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from diloco_cli.launch.local import LocalLauncher, Role
-from diloco_cli.launch.supervise import Keeper, Patience, how_it_ended
+from diloco_cli.launch.subprocesses import LocalLauncher, Role
+from diloco_cli.launch.supervise import Patience, Supervisor, how_it_ended
 
 CODE = "import sys; sys.stderr.write(sys.argv[2]); sys.exit(int(sys.argv[1]))"
 
@@ -17,7 +17,7 @@ def keeper_of(tmp_path):
 
     def make(code, *arguments, **options):
         role = Role("left", (sys.executable, "-c", code, *arguments))
-        keepers.append(Keeper(LocalLauncher(tmp_path), role, **options))
+        keepers.append(Supervisor(LocalLauncher(tmp_path), role, **options))
         return keepers[-1]
 
     yield make

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from processes import Live  # pyright: ignore[reportMissingImports]
 
-from diloco_cli.worker.adopted import end_trainer
+from diloco_cli.worker.handover import end_trainer
 from diloco_cli.worker.mailbox import Mailbox
+from tests.live.processes import Live
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 
 from diloco_cli.assemble import spelled_out
-from diloco_cli.launch.local import LocalLauncher, LocalProcess, Role, serve_role, work_role
-from diloco_cli.net.client import Server
-from diloco_cli.net.identity import NOBODY
+from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess, Role, serve_role, work_role
+from diloco_cli.net.client import Client
+from diloco_cli.net.credentials import NOBODY
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.worker.mailbox import Mailbox
@@ -65,7 +65,7 @@ class Live:
         return {}
 
     def status(self) -> dict[str, Any]:
-        with Server(self.address["url"], identity=self.identity) as server:
+        with Client(self.address["url"], identity=self.identity) as server:
             return server.status()
 
     def region(self, name: str) -> dict[str, Any]:

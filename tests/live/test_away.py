@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from processes import Live  # pyright: ignore[reportMissingImports]
 
-from diloco_cli.net.identity import identify
-from diloco_cli.server.issuing import Office
+from diloco_cli.net.credentials import identify
+from diloco_cli.server.access.issue import CredentialFolder
+from tests.live.processes import Live
 
 pytestmark = pytest.mark.live
 
@@ -79,7 +79,7 @@ def test_a_server_long_away_and_one_that_comes_back_older(live):
 
 
 def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monkeypatch):
-    office = Office(tmp_path / "certs")
+    office = CredentialFolder(tmp_path / "certs")
     office.found("tiny", [], 30)
     office.issue("upload", "paris", 30, renew=False)
     run = live({"name": "paris"}, server={"lease": 3.0, "certs": str(office.folder)})

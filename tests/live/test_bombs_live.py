@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from diloco_cli.cli.link_stage import REGIONS, Stage, stage
+from diloco_cli.bench.support.one_fragment_server import REGIONS, OneFragmentServer, stage
 from diloco_cli.errors import WireError
-from diloco_cli.net.client import Server
-from diloco_cli.server.listener import HTTP2
+from diloco_cli.net.client import Client
+from diloco_cli.server.http.listener import HTTP2
 from diloco_cli.wire.frame import most_bytes
 from diloco_cli.wire.messages import (
     EPOCH_HEADER,
@@ -27,7 +27,7 @@ from diloco_cli.wire.messages import (
     join_path,
     part_path,
 )
-from tests.wire.forge import put_together, squeezed, taken_apart, with_chunk, with_header
+from tests.wire.forged_frames import put_together, squeezed, taken_apart, with_chunk, with_header
 
 pytestmark = pytest.mark.live
 
@@ -39,9 +39,9 @@ ZSTD = 0xFD2FB528
 class Target:
     """A running server, and a region whose frames can be anything."""
 
-    def __init__(self, running: Stage) -> None:
+    def __init__(self, running: OneFragmentServer) -> None:
         self.running = running
-        with Server(running.url) as server:
+        with Client(running.url) as server:
             running.join(server)
             self.run = server.run().run
         self.headers = {
@@ -204,7 +204,7 @@ def test_curl_reads_why_its_body_is_too_long(target, tmp_path, version, length):
 @pytest.mark.parametrize("carrier", ["pyreqwest", "httpx"])
 def test_our_own_client_says_why(target, carrier):
     target.frame()
-    with Server(target.running.url, run=target.run, carrier=carrier) as server:
+    with Client(target.running.url, run=target.run, carrier=carrier) as server:
         server.run()
         path, headers = target.path, {**server.headers(), **target.headers}
         with pytest.raises(WireError, match=f"30000000 bytes or more, at most {target.limit}"):

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from diloco_cli.cli.folder import address_of
-from diloco_cli.cli.link import Asking
 from diloco_cli.errors import LinkError
+from diloco_cli.run.ask import ShortCalls
+from diloco_cli.run.folder import address_of
 
 pytestmark = pytest.mark.live
 
@@ -41,7 +41,7 @@ class Run:
         self.options = options
         self.started: list[subprocess.Popen[str]] = []
         (place / "run.yaml").write_text(SPEC.replace("BUDGET", str(budget)))
-        self._asking = Asking()
+        self._asking = ShortCalls()
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "diloco_cli", *arguments]

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from diloco_cli.assemble import load_run
-from diloco_cli.worker.step import place
-from diloco_cli.worker.task import prepare
+from diloco_cli.worker.engines.jax_engine import place
+from diloco_cli.worker.trainer.task import prepare
 
 pytestmark = pytest.mark.live
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_cli.cli.link import Asking
-from diloco_cli.cli.link_stage import stage
+from diloco_cli.bench.support.one_fragment_server import stage
 from diloco_cli.errors import LinkError
+from diloco_cli.run.ask import ShortCalls
 
 pytestmark = pytest.mark.live
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.live
     ("tls", "scheme", "other"), [(True, "https", "http"), (False, "http", "https")]
 )
 def test_who_asks_with_the_wrong_scheme_is_told_the_right_one(tls, scheme, other):
-    asking = Asking()
+    asking = ShortCalls()
     with stage(1000, tls=tls) as running:
         right = running.url
         assert right.startswith(f"{scheme}://")

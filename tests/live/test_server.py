@@ -20,11 +20,16 @@ from typing import Any
 import httpx
 import pytest
 
-RIG = Path(__file__).parent.parent / "server"
-SCRIPT = RIG / "small_server.py"
-sys.path.insert(0, str(RIG))  # Shared with the tests there.
-
-from rig import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+from diloco_cli.errors import DilocoError
+from diloco_cli.net.client import Client
+from diloco_cli.net.connection import Retry, Timeouts
+from diloco_cli.server.http.asgi import make_app
+from diloco_cli.server.http.listener import Listener, bind, url_of
+from diloco_cli.server.recovery.start import open_coordinator
+from diloco_cli.server.rounds.coordinator import Coordinator
+from diloco_cli.wire.frame import open_frame
+from tests import ROOT, SMALL_SERVER
+from tests.server.harness import (
     NAMES,
     Bench,
     Region,
@@ -35,15 +40,6 @@ from rig import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     read_journal,
     replayed,
 )
-
-from diloco_cli.errors import DilocoError  # noqa: E402
-from diloco_cli.net.client import Server  # noqa: E402
-from diloco_cli.net.transport import Retry, Timeouts  # noqa: E402
-from diloco_cli.server.app import make_app  # noqa: E402
-from diloco_cli.server.coordinator import Coordinator  # noqa: E402
-from diloco_cli.server.listener import Listener, bind, url_of  # noqa: E402
-from diloco_cli.server.opening import open_coordinator  # noqa: E402
-from diloco_cli.wire.frame import open_frame  # noqa: E402
 
 pytestmark = pytest.mark.live
 
@@ -65,9 +61,10 @@ class Process:
         folder.mkdir(exist_ok=True)
         self.log = open(folder / "log", "ab")  # noqa: SIM115
         self.child = subprocess.Popen(
-            (*wrapper, sys.executable, str(SCRIPT), str(folder), json.dumps(changes)),
+            (*wrapper, sys.executable, *SMALL_SERVER, str(folder), json.dumps(changes)),
             stdin=subprocess.PIPE,
             stderr=self.log,
+            cwd=ROOT,
         )
 
     @property
@@ -137,11 +134,11 @@ def in_this_process(folder: Path, spec: Any) -> Iterator[tuple[str, Coordinator]
         thread.join()
 
 
-def connect(url: str, **options: Any) -> Server:
-    return Server(url, **options)
+def connect(url: str, **options: Any) -> Client:
+    return Client(url, **options)
 
 
-def join_all(server: Server, regions: dict[str, Region]) -> None:
+def join_all(server: Client, regions: dict[str, Region]) -> None:
     for region in regions.values():
         about = region.join.model_dump(exclude={"wire"})
         region.epoch = server.join(region.name, **about).epoch
@@ -383,11 +380,11 @@ class Driver(threading.Thread):
                 self.wrong.append(repr(error))
                 return
 
-    def _connected(self) -> Server:
+    def _connected(self) -> Client:
         timeouts = Timeouts(connect=1.0, answer=5.0)
         return connect(self.where(), run=self.region.run, retry=Retry(tries=1), timeouts=timeouts)
 
-    def _turn(self, server: Server) -> None:
+    def _turn(self, server: Client) -> None:
         region = self.region
         free = [0.0 if f in self.flying else 12.0 for f in range(len(region.versions))]
         news = server.heartbeat(region.name, region.beat(free))
@@ -401,7 +398,7 @@ class Driver(threading.Thread):
         for fragment in list(self.flying):
             self._send(server, fragment)
 
-    def _send(self, server: Server, fragment: int) -> None:
+    def _send(self, server: Client, fragment: int) -> None:
         frame = self.flying[fragment]
         about = open_frame(frame)
         base, clock = about.header.base, about.header.clock
@@ -414,7 +411,7 @@ class Driver(threading.Thread):
             self.wrong.append(f"{self.region.name} {fragment} {base}-{clock}: {answer}")
             del self.flying[fragment]
 
-    def _adopt(self, server: Server, fragment: int) -> None:
+    def _adopt(self, server: Client, fragment: int) -> None:
         latest = server.latest(fragment)
         assert latest is not None
         merged = latest.merged.get(self.region.name, "")

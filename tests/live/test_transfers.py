@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from diloco_cli.cli.bench_link import link_figures
-from diloco_cli.cli.link_stage import REGIONS, Stage, stage
+from diloco_cli.bench.link import link_figures
+from diloco_cli.bench.support.one_fragment_server import REGIONS, OneFragmentServer, stage
+from diloco_cli.chaos.emulator.proxy import Proxy, emulated
 from diloco_cli.errors import LinkError, WireError
-from diloco_cli.net.client import Fenced, Server
-from diloco_cli.net.transport import Carrier, Retry, Timeouts
-from diloco_cli.server.listener import bind
-from diloco_cli.sim.proxy import Proxy, emulated
+from diloco_cli.net.client import Client, FencedError
+from diloco_cli.net.connection import Carrier, Retry, Timeouts
+from diloco_cli.server.http.listener import bind
 from diloco_cli.wire.frame import open_frame
 from diloco_cli.wire.messages import Answer
 
@@ -33,7 +33,7 @@ PART = 700_000
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Stage]:
+def running() -> Iterator[OneFragmentServer]:
     with stage(VALUES) as made:
         yield made
 
@@ -46,22 +46,22 @@ def carrier(request) -> Carrier:
 class Bench:
     """A region that sends fresh frames through a link."""
 
-    def __init__(self, running: Stage, **options: Any) -> None:
+    def __init__(self, running: OneFragmentServer, **options: Any) -> None:
         self.running, self.options = running, options
-        with Server(running.url) as server:
+        with Client(running.url) as server:
             running.join(server)
             self.run = server.run().run
         self.data = running.frame(self.run, seed=running.clock)
         self.clock = running.clock
 
-    def server(self, url: str | None = None, **options: Any) -> Server:
-        made = Server(
+    def server(self, url: str | None = None, **options: Any) -> Client:
+        made = Client(
             url or self.running.url, run=self.run, **{"part_bytes": PART, **self.options, **options}
         )
         made.run()
         return made
 
-    def submit(self, server: Server, **said: Any) -> Answer:
+    def submit(self, server: Client, **said: Any) -> Answer:
         about = {"clock": self.clock, "frame": self.data, "epoch": self.running.epoch, **said}
         return server.submit(0, REGION, 0, **about)
 
@@ -78,7 +78,7 @@ def bench(running, carrier) -> Bench:
     return Bench(running, carrier=carrier)
 
 
-def linked(running: Stage, link: str) -> Proxy:
+def linked(running: OneFragmentServer, link: str) -> Proxy:
     return emulated(link, "127.0.0.1", running.port)
 
 
@@ -224,7 +224,7 @@ def test_a_frame_longer_than_its_fragment_is_refused_before_it_is_read(bench, ru
 
 
 def test_another_epoch_is_fenced(bench):
-    with bench.server() as server, pytest.raises(Fenced):
+    with bench.server() as server, pytest.raises(FencedError):
         bench.submit(server, epoch=bench.running.epoch - 1)
 
 

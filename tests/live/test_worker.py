@@ -6,11 +6,11 @@ import os
 import signal
 
 import pytest
-from processes import Live  # pyright: ignore[reportMissingImports]
 
-from diloco_cli.launch.local import Role, work_role
+from diloco_cli.launch.subprocesses import Role, work_role
 from diloco_cli.observe.events import read_events
 from diloco_cli.spec.resolved import write_resolved
+from tests.live.processes import Live
 
 pytestmark = pytest.mark.live
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from diloco_cli.wire.messages import error_body
-
-HERE = Path(__file__).parent
+from tests import ROOT
 
 
 class Patience(threading.Event):
@@ -46,9 +43,16 @@ class Puppet:
         options = ["--interface", "asgi", "--http", "2", "--no-ws", "--no-log"]
         options += ["--workers-kill-timeout", "1"]  # Open connections would keep it waiting.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "granian", *options, "--port", str(self.port), "puppet:app"],
-            cwd=HERE,
-            env={**os.environ, "PYTHONPATH": str(HERE)},
+            [
+                sys.executable,
+                "-m",
+                "granian",
+                *options,
+                "--port",
+                str(self.port),
+                "tests.net.scripted_server:app",
+            ],
+            cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from diloco_cli.errors import LinkError, SpecError, StoreError, WireError
-from diloco_cli.net.client import Fenced, Gone, Held, OlderCopy, Server
-from diloco_cli.net.transport import Retry
+from diloco_cli.net.client import Client, FencedError, Gone, Held, OlderCopy
+from diloco_cli.net.connection import Retry
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Header, pack
 from diloco_cli.wire.messages import Heartbeat
@@ -59,9 +59,9 @@ JOIN = {"owner": "o-1", "boot": 2, "spec_digest": DIGEST, "layout_digest": LAYOU
 
 
 @pytest.fixture(params=["pyreqwest", "httpx"])
-def server(request, puppet, patience) -> Iterator[Server]:
+def server(request, puppet, patience) -> Iterator[Client]:
     puppet.will("GET /v1/run", 200, RUN)
-    with Server(puppet.url, stop=patience, carrier=request.param) as made:
+    with Client(puppet.url, stop=patience, carrier=request.param) as made:
         yield made
 
 
@@ -94,7 +94,7 @@ def test_every_request_says_its_run_and_wire_version(server, puppet):
 
 def test_a_run_id_given_at_the_start_is_said_from_the_start(puppet, patience):
     puppet.will("GET /v1/run", 200, RUN)
-    with Server(puppet.url, run="mine", stop=patience) as server:
+    with Client(puppet.url, run="mine", stop=patience) as server:
         server.run()
     assert puppet.heard()[0]["headers"]["diloco-run"] == "mine"
 
@@ -116,7 +116,7 @@ def test_joining_gives_an_epoch_and_the_news(server, puppet):
         (409, "unknown-region", SpecError),
         (403, "other-region", SpecError),
         (401, "no-token", SpecError),
-        (412, "fenced", Fenced),
+        (412, "fenced", FencedError),
         (422, "bad-body", WireError),
         (404, "no-route", Gone),
         (500, "bug", LinkError),
@@ -141,7 +141,7 @@ def test_another_wire_version_names_both(server, puppet):
 def test_a_run_of_another_wire_version_names_both(puppet, patience):
     puppet.will("GET /v1/run", 200, {**RUN, "wire": 7})
     with (
-        Server(puppet.url, stop=patience) as server,
+        Client(puppet.url, stop=patience) as server,
         pytest.raises(WireError, match="speaks wire version 7, this program wire version 1"),
     ):
         server.run()
@@ -177,7 +177,7 @@ def test_waiting_for_calls_ends_with_news_or_with_nothing(server, puppet):
 
 def test_waiting_for_calls_under_an_old_epoch_is_fenced(server, puppet):
     puppet.refuses("GET /v1/regions/eu/calls?after=1&epoch=2&wait=5", 412, "fenced", "Old epoch.")
-    with pytest.raises(Fenced, match="Old epoch"):
+    with pytest.raises(FencedError, match="Old epoch"):
         server.calls("eu", after=1, epoch=2, wait=5)
 
 
@@ -228,7 +228,7 @@ def test_what_the_protocol_decides_is_an_answer_not_an_error(server, puppet, sta
 @pytest.mark.parametrize(
     "status, code, kind",
     [
-        (412, "fenced", Fenced),
+        (412, "fenced", FencedError),
         (409, "other-run", SpecError),
         (422, "bad-frame", WireError),
         (413, "too-large", WireError),
@@ -244,7 +244,7 @@ def test_what_decides_nothing_is_an_error(server, puppet, status, code, kind):
 def test_a_fate_that_does_not_exist_is_refused(puppet, patience):
     puppet.will(PUT, 201, {"fate": "eaten"})
     with (
-        Server(puppet.url, stop=patience, retry=Retry(tries=1)) as server,
+        Client(puppet.url, stop=patience, retry=Retry(tries=1)) as server,
         pytest.raises(WireError, match="fate"),
     ):
         server.submit(1, "eu", 3, 500, b"frame", epoch=3)
@@ -280,7 +280,7 @@ def test_a_damaged_version_is_fetched_again(server, puppet, patience):
 def test_anything_but_the_version_asked_for_is_refused(puppet, patience, data):
     puppet.will("GET /v1/run", 200, RUN).will("GET /v1/fragments/1/versions/4", 200, data)
     with (
-        Server(puppet.url, stop=patience, retry=Retry(tries=1)) as server,
+        Client(puppet.url, stop=patience, retry=Retry(tries=1)) as server,
         pytest.raises(WireError),
     ):
         server.whole(1, 4)
@@ -309,7 +309,7 @@ def test_a_chain_leads_from_one_version_to_another(server, puppet):
 def test_a_chain_of_other_links_is_refused(puppet, patience, data):
     puppet.will("GET /v1/run", 200, RUN).will("GET /v1/fragments/1/versions/4?from=2", 200, data)
     with (
-        Server(puppet.url, stop=patience, retry=Retry(tries=1)) as server,
+        Client(puppet.url, stop=patience, retry=Retry(tries=1)) as server,
         pytest.raises(WireError),
     ):
         server.chain(1, 4, 2)
@@ -379,7 +379,7 @@ def test_events_nobody_has_are_refused(server, puppet):
 
 def test_each_thread_may_have_a_server_of_its_own(puppet, patience):
     puppet.will("GET /v1/run", 200, RUN)
-    with Server(puppet.url, stop=patience) as first:
+    with Client(puppet.url, stop=patience) as first:
         first.run()
     for _ in range(8):
         puppet.will("GET /v1/fragments/1/versions/4", 200, frame("whole", 4))
@@ -387,7 +387,7 @@ def test_each_thread_may_have_a_server_of_its_own(puppet, patience):
     found: list[int] = []
 
     def work() -> None:
-        with Server(puppet.url, stop=patience) as server:
+        with Client(puppet.url, stop=patience) as server:
             found.append(server.whole(1, 4).header.version)
 
     threads = [threading.Thread(target=work) for _ in range(8)]
@@ -399,5 +399,5 @@ def test_each_thread_may_have_a_server_of_its_own(puppet, patience):
 
 
 def test_opening_a_server_makes_no_connection(tmp_path: Path):
-    with Server("http://127.0.0.1:1/") as server:
+    with Client("http://127.0.0.1:1/") as server:
         assert server.url == "http://127.0.0.1:1"

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco_cli.net.client import Server
-from diloco_cli.net.gauge import PART_BYTES
-from diloco_cli.net.parts import CRUMBS, Source, Upload
+from diloco_cli.net.client import Client
+from diloco_cli.net.transfer.throughput import PART_BYTES
+from diloco_cli.net.transfer.upload import CRUMBS, Source, Upload
 
 PLENTY = 100 * PART_BYTES
 
 
 @pytest.fixture
 def upload() -> Iterator[Upload]:
-    with Server("http://127.0.0.1:9") as server:  # Nobody is asked.
+    with Client("http://127.0.0.1:9") as server:  # Nobody is asked.
         server.up.moved(PART_BYTES, 0.01)
         yield Upload(
             Source(bytes(64)),

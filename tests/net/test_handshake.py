@@ -11,7 +11,7 @@ from h2.connection import H2Connection
 from h2.events import RemoteSettingsChanged, RequestReceived, WindowUpdated
 from h2.settings import SettingCodes
 
-from diloco_cli.net.transport import Carrier, Link
+from diloco_cli.net.connection import Carrier, Connection
 
 MEBI = 1 << 20
 
@@ -46,7 +46,7 @@ def observed(bulk: bool, carrier: Carrier) -> tuple[list[tuple[str, str]], dict[
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    link = Link(f"http://127.0.0.1:{listener.getsockname()[1]}", bulk=bulk, carrier=carrier)
+    link = Connection(f"http://127.0.0.1:{listener.getsockname()[1]}", bulk=bulk, carrier=carrier)
     link.call("GET", "/", lambda response: response.status_code)
     link.close()
     thread.join(10)

@@ -6,7 +6,13 @@ import pytest
 from rich.console import Console
 
 from diloco_cli.observe.dashboard import page
-from diloco_cli.observe.terminal import Progress, display, plain_line, status_view, summary_view
+from diloco_cli.observe.terminal import (
+    ProgressDisplay,
+    display,
+    plain_line,
+    status_view,
+    summary_view,
+)
 
 STATUS = {
     "run": "r1",
@@ -138,7 +144,7 @@ def lines_of(progress):
 def test_a_log_gets_a_line_every_ten_seconds_and_at_every_change_of_state():
     now = [0.0]
     console = Console(file=io.StringIO(), width=80)
-    with Progress(console, clock=lambda: now[0]) as progress:
+    with ProgressDisplay(console, clock=lambda: now[0]) as progress:
         for second in range(25):
             now[0] = float(second)
             progress.show(STATUS)
@@ -153,7 +159,7 @@ def test_a_log_gets_a_line_every_ten_seconds_and_at_every_change_of_state():
 def test_the_time_left_comes_from_the_tokens_applied_lately():
     now = [0.0]
     console = Console(file=io.StringIO(), width=80)
-    with Progress(console, clock=lambda: now[0]) as progress:
+    with ProgressDisplay(console, clock=lambda: now[0]) as progress:
         progress.show(STATUS)
         now[0] = 10.0
         later = {**STATUS, "tokens": {**STATUS["tokens"], "applied": 2_000_000}}

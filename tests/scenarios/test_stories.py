@@ -2,11 +2,10 @@
 
 import pytest
 
-from diloco_cli.core import delta
-from diloco_cli.core.ledger import TurnedAway, Welcome
+from diloco_cli.core import unmerged_work
+from diloco_cli.core.ledger import Admitted, TurnedAway
 from diloco_cli.core.rounds import Accept, Decision, Fenced, Foreign, Recorded, Returned
-
-from .stage import LEASE, Stage
+from tests.scenarios.harness import LEASE, Stage
 
 NO_GRACE = {"kind": "none"}
 
@@ -101,7 +100,7 @@ def test_a_trainer_dies_after_posting_and_nothing_is_merged_twice_or_lost():
     stage.send("paris")
     stage.adopt("paris")
     assert stage.slot.applied == {"paris": 1000} and region.book.held.steps == 3
-    assert delta.account(region.book) == 0
+    assert unmerged_work.account(region.book) == 0
 
 
 def test_a_trainer_dies_after_its_frame_was_merged():
@@ -133,7 +132,7 @@ def test_a_second_worker_for_a_region_stands_by_until_the_first_is_gone():
     turned_away = stage.join("paris", owner="other disk", boot=1)
     assert isinstance(turned_away, TurnedAway) and turned_away.code == "held"
     stage.wait(LEASE)
-    assert stage.join("paris", owner="other disk", boot=1) == Welcome(2, new=True)
+    assert stage.join("paris", owner="other disk", boot=1) == Admitted(2, new=True)
 
 
 def test_the_first_worker_comes_back_and_is_fenced_and_then_stands_by_itself():
@@ -208,7 +207,7 @@ def test_the_end_does_not_wait_for_a_region_that_died_with_the_quorum():
     stage.train(paris=10, tokyo=10)
     stage.answer("paris", "tokyo")
     stage.adopt("paris")
-    stage.regions["paris"].book = delta.step(stage.regions["paris"].book, 100)
+    stage.regions["paris"].book = unmerged_work.step(stage.regions["paris"].book, 100)
     stage.wait(LEASE + 1, hearing=("paris",))
     stage.answer("paris")
     assert stage.slot.applied == {"paris": 1100, "tokyo": 1000}
@@ -221,7 +220,11 @@ def test_with_overlap_0_and_everybody_needed_the_run_is_synchronous():
     assert stage.slot.phase == "idle"
     stage.train(tokyo=6)
     stage.answer("paris")
-    assert delta.waits_for([paris.book], stage.ledger.calls()) == 0
+    assert unmerged_work.waits_for([paris.book], stage.ledger.calls()) == 0
     stage.answer("tokyo")
     stage.adopt("paris", "tokyo")
-    assert delta.waits_for([paris.book], {}) is delta.waits_for([tokyo.book], {}) is None
+    assert (
+        unmerged_work.waits_for([paris.book], {})
+        is unmerged_work.waits_for([tokyo.book], {})
+        is None
+    )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from vault import Guarded, Vault, start  # pyright: ignore[reportMissingImports]
+from tests.security.tls_server import Guarded, Vault, start
 
 
 @pytest.fixture(scope="session")

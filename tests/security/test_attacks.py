@@ -17,10 +17,10 @@ import httpx
 import psutil
 import pytest
 from hyperframe.frame import ContinuationFrame, HeadersFrame, PingFrame, SettingsFrame
-from vault import Guarded, client  # pyright: ignore[reportMissingImports]
 
-from diloco_cli.net.identity import Identity
+from diloco_cli.net.credentials import Credentials
 from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, WIRE_VERSION
+from tests.security.tls_server import Guarded, client
 
 pytestmark = pytest.mark.live
 
@@ -96,7 +96,7 @@ def was_cut(secure: ssl.SSLSocket) -> bool:
     return False
 
 
-def asked_for(path: str, identity: Identity | None = None) -> list[tuple[str, str]]:
+def asked_for(path: str, identity: Credentials | None = None) -> list[tuple[str, str]]:
     own = [("authorization", f"Bearer {identity.token}")] if identity else []
     where = [(":method", "GET"), (":scheme", "https"), (":authority", "x"), (":path", path)]
     return where + own

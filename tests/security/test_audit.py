@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vault import Guarded, client, mixed  # pyright: ignore[reportMissingImports]
 
 from diloco_cli.errors import SpecError
-from diloco_cli.net.client import Server
-from diloco_cli.net.transport import Retry
-from diloco_cli.server.audit import Audit
+from diloco_cli.net.client import Client
+from diloco_cli.net.connection import Retry
+from diloco_cli.server.http.audit import Audit
 from diloco_cli.wire.frame import open_frame
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "server"))
-
-from rig import Region, make_recipe  # pyright: ignore[reportMissingImports]
+from tests.security.tls_server import Guarded, client, mixed
+from tests.server.harness import Region, make_recipe
 
 pytestmark = pytest.mark.live
 
@@ -28,7 +24,7 @@ pytestmark = pytest.mark.live
 def contribute(running: Guarded) -> tuple[str, int]:
     """Lets paris join, contribute and fetch; says its frame's digest and length."""
     paris = running.vault.identity("upload", "paris")
-    with Server(running.url, identity=paris, retry=Retry(tries=1)) as server:
+    with Client(running.url, identity=paris, retry=Retry(tries=1)) as server:
         about = server.run()
         region = Region("paris", make_recipe(), about.run)
         asked = region.join
@@ -60,7 +56,7 @@ def test_everything_that_moves_leaves_a_line_and_no_line_a_secret(own: Callable[
     with client(running.url, mixed(paris, "diloco.trial.paris.GUESSED-SECRET")) as asked:
         assert asked.get("/v1/status").status_code == 401
         asked.get("/v1/status?token=IN-THE-QUERY")
-    with Server(running.url, identity=paris, retry=Retry(tries=1)) as server:
+    with Client(running.url, identity=paris, retry=Retry(tries=1)) as server:
         server.run()
         with pytest.raises(SpecError):
             server.submit(0, "tokyo", 0, 1, b"x" * 100, epoch=1)

@@ -14,9 +14,9 @@ import pytest
 
 from diloco_cli.cli.app import main
 from diloco_cli.errors import SpecError, StoreError
-from diloco_cli.server.denied import Denied
-from diloco_cli.server.issuing import Office
-from diloco_cli.server.keyring import Keyring, hash_of, read_entries
+from diloco_cli.server.access.issue import CredentialFolder
+from diloco_cli.server.access.tokens import TokenList, hash_of, read_entries
+from diloco_cli.server.refusals import HttpRefusal
 
 
 def diloco(*words: str) -> int:
@@ -71,7 +71,7 @@ def test_another_name_makes_a_new_server_certificate_that_keeps_the_old_names(he
 
 
 def test_a_renewal_leaves_a_day_and_a_revocation_none(here: Path):
-    office = Office(here / "certs")
+    office = CredentialFolder(here / "certs")
     office.issue("upload", "paris", 30, renew=False)
     first = (here / "certs/regions/paris/token").read_text().strip()
     office.issue("upload", "paris", 30, renew=True)
@@ -82,10 +82,10 @@ def test_a_renewal_leaves_a_day_and_a_revocation_none(here: Path):
     assert name in (None, run)
 
     def state(token: str, at: float) -> str:
-        ring = Keyring(here / "certs/tokens.json", run, clock=lambda: at)
+        ring = TokenList(here / "certs/tokens.json", run, clock=lambda: at)
         try:
             return str(ring.who(token))
-        except Denied as denied:
+        except HttpRefusal as denied:
             return denied.code
 
     assert state(first, now) == state(second, now) == "upload:paris"
@@ -97,7 +97,7 @@ def test_a_renewal_leaves_a_day_and_a_revocation_none(here: Path):
 
 
 def test_an_expired_certificate_of_the_server_is_made_anew(here: Path):
-    old = Office(here / "certs")
+    old = CredentialFolder(here / "certs")
     run = old.entries()[0]
     (here / "certs/server.pem").unlink()
     old.found(run, [], -1)
@@ -127,9 +127,9 @@ def test_a_mistake_is_named_with_what_to_do(
 
 def test_the_folder_of_another_run_is_refused(here: Path):
     with pytest.raises(SpecError, match="credentials of run"):
-        Office(here / "certs").found("somebody-elses", [], 30)
+        CredentialFolder(here / "certs").found("somebody-elses", [], 30)
     with pytest.raises(StoreError, match="has the credentials of run"):
-        Keyring(here / "certs/tokens.json", "somebody-elses")
+        TokenList(here / "certs/tokens.json", "somebody-elses")
 
 
 def test_show_says_no_secret(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -145,13 +145,13 @@ def test_show_says_no_secret(here: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_a_damaged_list_lets_nobody_in_and_sends_nobody_away(here: Path):
     path = here / "certs/tokens.json"
-    ring = Keyring(path, Office(here / "certs").entries()[0])
+    ring = TokenList(path, CredentialFolder(here / "certs").entries()[0])
     token = (here / "certs/admins/operator/token").read_text().strip()
     assert ring.who(token).role == "admin"
     good = path.read_bytes()
     for bad in (b"{", b"[]", good.replace(b'"admin"', b'"root"'), None):
         path.unlink() if bad is None else path.write_bytes(bad)
-        with pytest.raises(Denied) as denied:
+        with pytest.raises(HttpRefusal) as denied:
             ring.who(token)
         assert denied.value.status == 503
     path.write_bytes(good)
@@ -160,12 +160,12 @@ def test_a_damaged_list_lets_nobody_in_and_sends_nobody_away(here: Path):
 
 def test_a_list_that_was_read_badly_once_is_read_again_though_the_file_is_the_same(here: Path):
     path = here / "certs/tokens.json"
-    ring = Keyring(path, Office(here / "certs").entries()[0])
+    ring = TokenList(path, CredentialFolder(here / "certs").entries()[0])
     token = (here / "certs/admins/operator/token").read_text().strip()
     good = path.read_bytes()
     path.write_bytes(bytes(len(good)))
     about = path.stat()
-    with pytest.raises(Denied):
+    with pytest.raises(HttpRefusal):
         ring.who(token)
     # For all that can be seen from outside it is the file that could not be read.
     path.write_bytes(good)

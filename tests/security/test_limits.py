@@ -8,9 +8,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from diloco_cli.server.denied import Denied
-from diloco_cli.server.limits import PATIENCE_SECONDS, UPLOADS_PER_REGION, Quota
-from diloco_cli.server.receiving import batches
+from diloco_cli.server.http.limits import PATIENCE_SECONDS, UPLOADS_PER_REGION, Quota
+from diloco_cli.server.intake.body import batches
+from diloco_cli.server.refusals import HttpRefusal
 
 
 def test_a_region_has_so_many_uploads_and_bytes_at_once_and_no_other_pays_for_it():
@@ -18,12 +18,12 @@ def test_a_region_has_so_many_uploads_and_bytes_at_once_and_no_other_pays_for_it
     with ExitStack() as under_way:
         for _ in range(UPLOADS_PER_REGION):
             under_way.enter_context(quota.taken("paris", 10))
-        with pytest.raises(Denied, match="8 uploads under way") as denied:
+        with pytest.raises(HttpRefusal, match="8 uploads under way") as denied:
             under_way.enter_context(quota.taken("paris", 10))
         assert denied.value.status == 503 and denied.value.headers == {"retry-after": "2"}
         under_way.enter_context(quota.taken("tokyo", 10))
     with quota.taken("paris", 1500):
-        with pytest.raises(Denied, match="at most 2000 at once"), quota.taken("paris", 501):
+        with pytest.raises(HttpRefusal, match="at most 2000 at once"), quota.taken("paris", 501):
             pass
         with quota.taken("paris", 500):
             pass
@@ -47,7 +47,7 @@ def test_a_body_that_drips_is_given_up_and_a_slow_one_is_not():
         return total
 
     assert asyncio.run(received(100, 16384, 1.0)) == 100 * 16384
-    with pytest.raises(Denied, match="less than 8192 a second") as denied:
+    with pytest.raises(HttpRefusal, match="less than 8192 a second") as denied:
         asyncio.run(received(100, 1, 1.0))
     assert denied.value.status == 408
     assert now[0] < 100 + PATIENCE_SECONDS + 2

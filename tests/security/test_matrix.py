@@ -5,17 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vault import (  # pyright: ignore[reportMissingImports]
-    Guarded,
-    client,
-    mixed,
-    refused_in_the_handshake,
-    token_of,
-)
 
-from diloco_cli.net.identity import Identity, identify
-from diloco_cli.server.api import CALLS
+from diloco_cli.net.credentials import Credentials, identify
+from diloco_cli.server.http.calls import CALLS
 from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, WIRE_VERSION
+from tests.security.tls_server import Guarded, client, mixed, refused_in_the_handshake, token_of
 
 pytestmark = pytest.mark.live
 
@@ -59,7 +53,7 @@ def test_the_table_has_a_row_for_every_call_and_no_other():
 
 
 @pytest.fixture(scope="module")
-def people(guarded: Guarded) -> dict[str, Identity]:
+def people(guarded: Guarded) -> dict[str, Credentials]:
     """One of each."""
     vault = guarded.vault
     paris = vault.identity("upload", "paris")
@@ -80,8 +74,8 @@ def people(guarded: Guarded) -> dict[str, Identity]:
         "revoked": mixed(paris, token_of(rome)),
         "other run": mixed(paris, token_of(stranger)),
         "role by another name": mixed(paris, "paris"),
-        "no certificate": Identity(paris.token, paris.ca),
-        "other CA": Identity(
+        "no certificate": Credentials(paris.token, paris.ca),
+        "other CA": Credentials(
             paris.token, paris.ca, stranger / "client.pem", stranger / "client.key"
         ),
         "expired certificate": mixed(identify(expired), paris.token),
@@ -102,7 +96,7 @@ def expected(call: str, who: str) -> int:
 
 @pytest.mark.parametrize("who", [*GOOD, *BAD])
 def test_every_call_answers_each_credential_as_written(
-    guarded: Guarded, people: dict[str, Identity], who: str
+    guarded: Guarded, people: dict[str, Credentials], who: str
 ):
     found, wanted = {}, {}
     with client(guarded.url, people[who]) as asked:
@@ -124,7 +118,7 @@ def test_every_call_answers_each_credential_as_written(
 
 @pytest.mark.parametrize("who", SHUT_OUT)
 def test_without_a_good_certificate_there_is_no_connection(
-    guarded: Guarded, people: dict[str, Identity], who: str
+    guarded: Guarded, people: dict[str, Credentials], who: str
 ):
     for call in CALLS:
         path = TABLE[call.name][1]
@@ -143,7 +137,7 @@ def test_without_a_good_certificate_there_is_no_connection(
     ],
 )
 def test_a_refusal_says_which_it_is(
-    guarded: Guarded, people: dict[str, Identity], who: str, code: str
+    guarded: Guarded, people: dict[str, Credentials], who: str, code: str
 ):
     with client(guarded.url, people[who]) as asked:
         error = asked.get("/v1/status").json()["error"]
@@ -152,7 +146,9 @@ def test_a_refusal_says_which_it_is(
         assert "of run 'another', this server runs 'trial'" in error["message"]
 
 
-def test_a_browser_can_send_the_token_as_a_password(guarded: Guarded, people: dict[str, Identity]):
+def test_a_browser_can_send_the_token_as_a_password(
+    guarded: Guarded, people: dict[str, Credentials]
+):
     reader = people["reader"]
     with client(guarded.url, mixed(reader, "")) as asked:
         assert asked.get("/", auth=("me", reader.token)).status_code == 200
@@ -169,6 +165,6 @@ def test_a_browser_can_send_the_token_as_a_password(guarded: Guarded, people: di
             assert asked.get("/", headers={b"authorization": odd.encode()}).status_code == 401
 
 
-def _run(guarded: Guarded, admin: Identity) -> str:
+def _run(guarded: Guarded, admin: Credentials) -> str:
     with client(guarded.url, admin) as asked:
         return asked.get("/v1/run").json()["run"]

@@ -16,18 +16,18 @@ from pathlib import Path
 
 import httpx
 import pytest
-from vault import (  # pyright: ignore[reportMissingImports]
-    SCRIPT,
+
+from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.net.credentials import Credentials, identify
+from diloco_cli.server.http.tls_reload import Certificates, refuse_open
+from tests import ROOT, SMALL_SERVER
+from tests.security.tls_server import (
     Guarded,
     Vault,
     client,
     refused_in_the_handshake,
     start,
 )
-
-from diloco_cli.errors import SpecError, StoreError
-from diloco_cli.net.identity import Identity, identify
-from diloco_cli.server.front import Certificates, refuse_open
 
 pytestmark = pytest.mark.live
 
@@ -174,7 +174,8 @@ def test_serving_stops_at_the_first_missing_lock(tmp_path: Path):
     (vault.office.folder / "revoked.pem").unlink()
     server = {"listen": "0.0.0.0:0", "certs": str(vault.office.folder)}
     ended = subprocess.run(
-        (sys.executable, str(SCRIPT), str(tmp_path), json.dumps({"server": server})),
+        (sys.executable, *SMALL_SERVER, str(tmp_path), json.dumps({"server": server})),
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
@@ -197,7 +198,7 @@ def test_an_address_that_turns_out_to_be_open_is_refused(tmp_path: Path):
 
 
 def test_a_token_is_never_said_where_it_can_be_heard():
-    secret = Identity(token="diloco.a.b.SECRET")
+    secret = Credentials(token="diloco.a.b.SECRET")
     for url in ("http://10.0.0.1:7350", "http://server.example"):
         with pytest.raises(SpecError, match="not encrypted") as caught:
             secret.check(url)

@@ -15,10 +15,10 @@ import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings, strategies
-from vault import Guarded, client  # pyright: ignore[reportMissingImports]
 
-from diloco_cli.server.api import openapi
+from diloco_cli.server.http.calls import openapi
 from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, WIRE_VERSION
+from tests.security.tls_server import Guarded, client
 
 pytestmark = pytest.mark.live
 

@@ -6,24 +6,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from vault import Guarded, Vault, mixed  # pyright: ignore[reportMissingImports]
 
 from diloco_cli.errors import DilocoError, SpecError
-from diloco_cli.net.client import Server
-from diloco_cli.net.identity import Identity, Untrusted, identify, named_token, read_token
-from diloco_cli.net.transport import Carrier, Retry
-from diloco_cli.server import authority
+from diloco_cli.net.client import Client
+from diloco_cli.net.connection import Carrier, Retry
+from diloco_cli.net.credentials import Credentials, Untrusted, identify, named_token, read_token
+from diloco_cli.server.access import authority
+from tests.security.tls_server import Guarded, Vault, mixed
 
 pytestmark = pytest.mark.live
 
 CARRIERS: tuple[Carrier, ...] = ("pyreqwest", "httpx")
 
 
-def asked(url: str, identity: Identity, carrier: Carrier) -> DilocoError:
+def asked(url: str, identity: Credentials, carrier: Carrier) -> DilocoError:
     """Asks for something small and something large; both must fail alike."""
     found = []
-    for call in (Server.status, lambda server: server.whole(0, 0)):
-        with Server(url, identity=identity, carrier=carrier, retry=Retry(tries=3)) as server:
+    for call in (Client.status, lambda server: server.whole(0, 0)):
+        with Client(url, identity=identity, carrier=carrier, retry=Retry(tries=3)) as server:
             server._about = None
             with pytest.raises(DilocoError) as raised:
                 call(server)
@@ -36,15 +36,17 @@ def asked(url: str, identity: Identity, carrier: Carrier) -> DilocoError:
 @pytest.fixture(scope="module")
 def spoiled(
     guarded: Guarded, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Identity]]:
+) -> Iterator[dict[str, Credentials]]:
     vault: Vault = guarded.vault
     paris = vault.identity("upload", "paris")
     stranger = vault.made("upload", "paris", office=vault.other)
     yield {
         "good": paris,
-        "no certificate": Identity(paris.token, paris.ca),
-        "their CA": Identity(paris.token, stranger / "ca.pem", paris.certificate, paris.key),
-        "our CA": Identity(paris.token, paris.ca, stranger / "client.pem", stranger / "client.key"),
+        "no certificate": Credentials(paris.token, paris.ca),
+        "their CA": Credentials(paris.token, stranger / "ca.pem", paris.certificate, paris.key),
+        "our CA": Credentials(
+            paris.token, paris.ca, stranger / "client.pem", stranger / "client.key"
+        ),
         "expired": identify(vault.made("upload", "old", days=-1)),
         "no token": mixed(paris, ""),
     }
@@ -63,7 +65,7 @@ def spoiled(
 )
 def test_what_is_wrong_is_said_at_once_with_what_to_do(
     guarded: Guarded,
-    spoiled: dict[str, Identity],
+    spoiled: dict[str, Credentials],
     carrier: Carrier,
     which: str,
     kind: type[DilocoError],
@@ -77,7 +79,7 @@ def test_what_is_wrong_is_said_at_once_with_what_to_do(
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_server_by_another_name_is_not_believed(
-    guarded: Guarded, spoiled: dict[str, Identity], carrier: Carrier
+    guarded: Guarded, spoiled: dict[str, Credentials], carrier: Carrier
 ):
     error = asked(guarded.url.replace("127.0.0.1", "127.0.0.2"), spoiled["good"], carrier)
     # It listens on 127.0.0.1 only, so this is a server that is not there.
@@ -106,16 +108,16 @@ def test_an_expired_server_and_one_of_other_names_are_told_apart(
 
 
 def test_both_carriers_get_through_with_what_was_issued(
-    guarded: Guarded, spoiled: dict[str, Identity]
+    guarded: Guarded, spoiled: dict[str, Credentials]
 ):
     for carrier in CARRIERS:
-        with Server(guarded.url, identity=spoiled["good"], carrier=carrier) as server:
+        with Client(guarded.url, identity=spoiled["good"], carrier=carrier) as server:
             assert server.status()["name"] == "trial"
             assert server.whole(0, 0).header.version == 0
 
 
-def test_another_regions_place_cannot_be_taken(guarded: Guarded, spoiled: dict[str, Identity]):
-    with Server(guarded.url, identity=spoiled["good"], retry=Retry(tries=1)) as server:
+def test_another_regions_place_cannot_be_taken(guarded: Guarded, spoiled: dict[str, Credentials]):
+    with Client(guarded.url, identity=spoiled["good"], retry=Retry(tries=1)) as server:
         about = server.run()
         with pytest.raises(SpecError, match="credential of region 'paris', not of 'tokyo'"):
             server.join(

@@ -1,4 +1,4 @@
-"""A server of the small run, as a process: python small_server.py FOLDER [CHANGES]."""
+"""A server of the small run, as a process: python -m tests.server.small_server FOLDER [CHANGES]."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rig import initial, make_recipe, make_spec
-
-from diloco_cli import failpoints
 from diloco_cli.errors import DilocoError
-from diloco_cli.server import sweep
-from diloco_cli.server.serve import serve
+from diloco_cli.server.http import idle
+from diloco_cli.server.lifecycle import serve
+from diloco_cli.system import failpoints
+from tests.server.harness import initial, make_recipe, make_spec
 
 
 def main() -> int:
@@ -25,7 +24,7 @@ def run(folder: Path, changes: dict[str, Any]) -> int:
     failpoints.arm(changes.pop("failpoint", ""))
     if changes.pop("bad_disk", False):
         _spoil_the_disk()
-    sweep.STRANGER_SECONDS = changes.pop("stranger_seconds", sweep.STRANGER_SECONDS)
+    idle.STRANGER_SECONDS = changes.pop("stranger_seconds", idle.STRANGER_SECONDS)
     try:
         return serve(make_recipe(make_spec(**changes)), folder, initial, with_parent=with_parent)
     except DilocoError as error:

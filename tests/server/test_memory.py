@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from diloco_cli.server.draft import Draft
+from diloco_cli.server.store.draft import Draft
+from tests import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is looked at in /proc")
 
 FORGET = """
 import numpy as np
-from diloco_cli.server.memory import forget_compiler
-from diloco_cli.wire import kernels, merge_kernels
-from test_memory import resident
+from diloco_cli.system.server_memory import forget_compiler
+from diloco_cli.merge import kernels as merge_kernels
+from diloco_cli.wire.kernels import block as kernels
+from tests.server.test_memory import resident
 
 kernels.encode_int4.compile()
 before = resident("self", "llvmlite")
@@ -44,18 +46,16 @@ def resident(pid: int | str, name: str) -> float:
 
 
 def test_a_compiler_that_is_forgotten_still_works():
-    done = subprocess.run(
-        [sys.executable, "-c", FORGET], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    done = subprocess.run([sys.executable, "-c", FORGET], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) > 20
 
 
 READY = """
-from diloco_cli.cli.link_stage import made_up
-from diloco_cli.server.serve import _get_ready
+from diloco_cli.bench.support.one_fragment_server import made_up
+from diloco_cli.server.lifecycle import _get_ready
 from diloco_cli.wire import merge_kernels
-from test_memory import resident
+from tests.server.test_memory import resident
 
 _get_ready(made_up(1000, {"kind": "int4"}))
 print(resident("self", "llvmlite"), merge_kernels.fold_int4._machine is not None)
@@ -63,9 +63,7 @@ print(resident("self", "llvmlite"), merge_kernels.fold_int4._machine is not None
 
 
 def test_a_server_that_is_ready_has_what_merges_need_and_no_compiler():
-    done = subprocess.run(
-        [sys.executable, "-c", READY], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    done = subprocess.run([sys.executable, "-c", READY], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     left, loaded = done.stdout.split()
     assert float(left) < 40 and loaded == "True"

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from diloco_cli.core import delta, ledger, pace, rounds
+from diloco_cli.core import ledger, pace, rounds, unmerged_work
 from diloco_cli.sim.faults import Fault, Law, drawn
 from diloco_cli.sim.network import Link
-from diloco_cli.sim.outcome import Outcome
-from diloco_cli.sim.scenario import Hub, Recovery, Scenario, Site, even
-from diloco_cli.sim.simulator import Play, simulate
+from diloco_cli.sim.outcome import SimulationOutcome
+from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario, ServerSite, even
+from diloco_cli.sim.simulator import Simulation, simulate
 from diloco_cli.spec.schema import SyncSpec
 
 
@@ -34,7 +34,9 @@ def scenario(
     link = link or Link(1e9, 0.025)
     return Scenario(
         "test",
-        tuple(Site(f"r{n}", steps[n % len(steps)], 1000.0, link, jitter) for n in range(regions)),
+        tuple(
+            RegionSite(f"r{n}", steps[n % len(steps)], 1000.0, link, jitter) for n in range(regions)
+        ),
         even(100e6, 4),
         SyncSpec(**{"fragments": 4, "every": 12, **(sync or {})}),
         seconds,
@@ -81,13 +83,18 @@ def test_the_live_core_decides():
         *(rounds.admit, rounds.called, rounds.joined, rounds.decide),
         *(pace.due, pace.grace, pace.usual_answer, pace.stepped, pace.answered, pace.met),
         *(pace.published, ledger.Ledger.apply, ledger.Ledger.standing),
-        *(delta.may_answer, delta.post, delta.settle, delta.waits_for),
+        *(
+            unmerged_work.may_answer,
+            unmerged_work.post,
+            unmerged_work.settle,
+            unmerged_work.waits_for,
+        ),
     ]
     assert [each.__qualname__ for each in decides if each.__code__ not in ran] == []
 
 
 def test_the_seed_decides_everything():
-    def play(seed: int) -> Outcome:
+    def play(seed: int) -> SimulationOutcome:
         faults = drawn(Law(100.0), names(4), until=600.0, seed=seed)
         return simulate(scenario(faults=faults, jitter=0.1, seed=seed))
 
@@ -114,12 +121,12 @@ def test_bytes_are_the_fragments_that_travelled_at_the_measured_bits():
 
 @pytest.mark.parametrize("adopt", ["rebase", "replace", "blend"])
 def test_every_token_has_a_fate_whatever_happens(adopt: str):
-    play = Play(scenario(faults=every_kind(600.0), sync={"adopt": adopt, "quorum": 2}))
+    play = Simulation(scenario(faults=every_kind(600.0), sync={"adopt": adopt, "quorum": 2}))
     one = play.run()
     assert one.faults > 15
     for region in play.regions.values():
         for number in range(4):
-            assert delta.account(region.book(number)) == pytest.approx(0.0, abs=1e-6)
+            assert unmerged_work.account(region.book(number)) == pytest.approx(0.0, abs=1e-6)
     sizes = play.scenario.sizes
     assert play.server.ledger.applied(sizes) == pytest.approx(one.tokens)
     trained = sum(region.steps * 1000.0 for region in play.regions.values())
@@ -182,15 +189,15 @@ def test_training_goes_on_while_the_server_is_away():
 
 
 def test_a_server_that_returns_takes_nobody_for_dead():
-    play = Play(scenario(faults=[Fault(100.0, "kill-server", duration=60.0)]))
+    play = Simulation(scenario(faults=[Fault(100.0, "kill-server", duration=60.0)]))
     play.agenda.run(160.0, lambda: False)
     assert play.server.live() == set(names(4))
 
 
 def test_a_merge_that_died_with_the_server_is_done_again_once():
-    hub = Hub(merge_values=25e6)  # Four contributions take four seconds.
+    hub = ServerSite(merge_values=25e6)  # Four contributions take four seconds.
     faults = [Fault(14.0 + n, "kill-server", duration=0.5) for n in range(0, 400, 7)]
-    play = Play(scenario(faults=faults, hub=hub))
+    play = Simulation(scenario(faults=faults, hub=hub))
     one = play.run()
     assert one.versions > 20
     assert all(members > 0 for _, _, members in one.timeline)
@@ -223,7 +230,7 @@ def test_without_overlap_the_training_waits_for_the_line():
 
 
 def test_the_servers_own_line_is_shared():
-    one = simulate(scenario(8, hub=Hub(Link(60e6))))
+    one = simulate(scenario(8, hub=ServerSite(Link(60e6))))
     assert one.pace < 0.8
 
 
@@ -231,7 +238,7 @@ def test_a_budget_ends_it_early():
     assert simulate(scenario(budget=500_000.0)).seconds < 200.0
 
 
-def outcome(*faults: Fault, **more: Any) -> Outcome:
+def outcome(*faults: Fault, **more: Any) -> SimulationOutcome:
     return simulate(scenario(2, faults=faults, **more))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from written import GOOD, loaded, problems, the_problem, with_line
 
 from diloco_cli.errors import SpecError
 from diloco_cli.spec.load import LARGEST, SpecErrors, load_spec, parse_spec
-from diloco_cli.spec.rules import Fault
+from diloco_cli.spec.rules import SpecFault
 from diloco_cli.spec.schema import RunSpec
+from tests.spec.short_spec import GOOD, loaded, problems, the_problem, with_line
 
 
 def places(text: str) -> list[tuple[int | None, int | None, str]]:
@@ -98,8 +98,8 @@ def test_one_mistake_does_not_cause_a_second_message():
 
 
 def test_a_value_that_is_set_aside_is_no_evidence_for_later_checks():
-    def also(spec: RunSpec) -> list[Fault]:
-        return [Fault(("sync", "every"), f"does not suit {spec.model}", beside=(("model",),))]
+    def also(spec: RunSpec) -> list[SpecFault]:
+        return [SpecFault(("sync", "every"), f"does not suit {spec.model}", beside=(("model",),))]
 
     text = GOOD + "model: decoder\n"
     with pytest.raises(SpecErrors) as caught:
@@ -112,8 +112,8 @@ def test_an_alias_is_one_mistake_not_two():
 
 
 def test_a_later_check_is_located_too_and_joins_the_rest():
-    def also(spec: RunSpec) -> list[Fault]:
-        return [Fault(("sync", "every"), "is odd", "Make it even.")]
+    def also(spec: RunSpec) -> list[SpecFault]:
+        return [SpecFault(("sync", "every"), "is odd", "Make it even.")]
 
     with pytest.raises(SpecErrors) as caught:
         parse_spec(with_line("quorum: 1", "quorum: 9"), "run.yaml", also=also)

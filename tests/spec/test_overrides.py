@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from written import GOOD, loaded, problems, the_problem
+
+from tests.spec.short_spec import GOOD, loaded, problems, the_problem
 
 
 def test_a_value_is_read_as_yaml():

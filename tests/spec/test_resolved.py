@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from written import GOOD, loaded
 
 from diloco_cli.errors import SpecError, StoreError
-from diloco_cli.spec.nodes import read
 from diloco_cli.spec.resolved import resolved, resolved_yaml, write_resolved
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.spec.yaml_source import read
+from tests.spec.short_spec import GOOD, loaded
 
 ORDER = "spec name seed budget model data inner regions sync merge outer wire server evaluate"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
-from written import GOOD, loaded, problems, the_problem, with_line
 
 from diloco_cli.spec.rules import Conflicts
 from diloco_cli.spec.schema import RunSpec
+from tests.spec.short_spec import GOOD, loaded, problems, the_problem, with_line
 
 
 def test_a_quorum_above_the_number_of_regions_is_refused():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from written import GOOD, problems, the_problem
 
 from diloco_cli.spec.secrets import is_secret
+from tests.spec.short_spec import GOOD, problems, the_problem
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from forge import (
+
+from diloco_cli.errors import WireError
+from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.frame import open_frame
+from tests.wire.forged_frames import (
     honest,
     opened,
     put_together,
@@ -18,10 +22,6 @@ from forge import (
     with_chunk,
     with_header,
 )
-
-from diloco_cli.errors import WireError
-from diloco_cli.wire.codec import codecs
-from diloco_cli.wire.frame import open_frame
 
 BODY = codecs.build({"kind": "int4"}).encode(ramp(100))
 

@@ -4,19 +4,19 @@ import subprocess
 import sys
 import threading
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
-from forge import header
 
 from diloco_cli.core.fragments import Fragment, Piece, piece_of
 from diloco_cli.errors import WireError
 from diloco_cli.wire import chunks
 from diloco_cli.wire.chunks import CHUNK, in_chunks, spread
-from diloco_cli.wire.codec import NotFinite, codecs
+from diloco_cli.wire.codecs.plain import NotFinite, codecs
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import open_frame, pack
+from tests import ROOT
+from tests.wire.forged_frames import header
 
 every_codec = pytest.mark.parametrize("kind", codecs.kinds())
 SIZE = 3 * CHUNK + 12_345
@@ -72,7 +72,7 @@ def test_the_weights_after_a_delta_are_a_vector_of_their_own(kind, threads, valu
 
 HELPED = """
 import threading, numpy as np
-from forge import header
+from tests.wire.forged_frames import header
 from diloco_cli.wire.chunks import CHUNK, FEW
 from diloco_cli.wire.frame import open_frame, pack
 
@@ -91,7 +91,7 @@ def test_helpers_are_not_woken_for_a_few_chunks(alone):
     packing, adding = (free, one) if alone == "pack" else (one, free)
     program = HELPED.format(packing=packing, adding=adding)
     found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parent
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
     )
     assert found.stdout.split() == ["False", "True"], found.stderr
 

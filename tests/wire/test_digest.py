@@ -8,7 +8,7 @@ import xxhash
 
 from diloco_cli.wire.digest import VectorHash, state_digest, vector_digest
 from diloco_cli.wire.frame import open_frame, pack
-from tests.wire.forge import delta
+from tests.wire.forged_frames import delta
 
 ONE = b"\0\0\x80?"
 

@@ -4,13 +4,13 @@ import hashlib
 
 import numpy as np
 import pytest
-from forge import delta, header, honest, opened, ramp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_cli.errors import WireError
-from diloco_cli.wire.codec import NotFinite, codecs
+from diloco_cli.wire.codecs.plain import NotFinite, codecs
 from diloco_cli.wire.frame import CHUNK, most_bytes, open_frame, pack, read_chain
+from tests.wire.forged_frames import delta, header, honest, opened, ramp
 
 every_codec = pytest.mark.parametrize("kind", codecs.kinds())
 

@@ -9,12 +9,12 @@ import hashlib
 import numpy as np
 import pytest
 import zstandard
-from golden_frames import CODECS, SIZE, golden_header, golden_values, path
-from stranger import decode, read_frame
 
-from diloco_cli.wire.codec import codecs
+from diloco_cli.wire.codecs.plain import codecs
 from diloco_cli.wire.frame import open_frame, pack
 from diloco_cli.wire.header import write_header
+from tests.wire.golden_frames import CODECS, SIZE, golden_header, golden_values, path
+from tests.wire.independent_decoder import decode, read_frame
 
 DECODED = {
     "fp32": "cd9e82eec6df92e027c13b303140ad3a281a9a0106b58335a2bbc22f0f38ea78",

@@ -3,10 +3,19 @@
 import json
 
 import pytest
-from forge import delta, header, honest, opened, put_together, ramp, taken_apart, with_header
 
 from diloco_cli.errors import WireError
 from diloco_cli.wire.frame import open_frame, pack
+from tests.wire.forged_frames import (
+    delta,
+    header,
+    honest,
+    opened,
+    put_together,
+    ramp,
+    taken_apart,
+    with_header,
+)
 
 DIGEST = "c" * 64
 

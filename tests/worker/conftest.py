@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from stage import Stage, tiny_spec
+
+from tests.worker.trainer.harness import Stage, tiny_spec
 
 
 @pytest.fixture(scope="session")
 def tasks(tmp_path_factory):
     """Tasks by their `sync`, so that each step is compiled once."""
-    from diloco_cli.worker.step import use_compile_cache
-    from diloco_cli.worker.task import prepare
+    from diloco_cli.worker.engines.jax_engine import use_compile_cache
+    from diloco_cli.worker.trainer.task import prepare
 
     use_compile_cache()
     folder = tmp_path_factory.mktemp("text")
@@ -30,7 +31,7 @@ def tasks(tmp_path_factory):
 @pytest.fixture
 def play(tmp_path, tasks, monkeypatch):
     """Sets a stage and starts a trainer on it, which saves nothing for a while by itself."""
-    monkeypatch.setattr("diloco_cli.worker.saving.SHORTEST", 20.0)
+    monkeypatch.setattr("diloco_cli.worker.trainer.saving.SHORTEST", 20.0)
 
     def begin(**sync):
         task = tasks(**sync)

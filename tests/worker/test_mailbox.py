@@ -15,7 +15,7 @@ from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Header, pack
 from diloco_cli.wire.messages import News
-from diloco_cli.worker.mailbox import Fate, Identity, Image, Mailbox, stamp
+from diloco_cli.worker.mailbox import Fate, FolderOwner, Image, Mailbox, stamp
 
 WEIGHTS = np.arange(1000, dtype=np.float32)
 
@@ -50,14 +50,14 @@ def some_news(**changes):
 
 
 def test_what_is_put_in_comes_out(mailbox):
-    mailbox.write_identity(Identity("me", 3, "run-1", 17))
+    mailbox.write_identity(FolderOwner("me", 3, "run-1", 17))
     mailbox.write_fate(1, Fate("d" * 64, "returned", "too old"))
     mailbox.write_calls(some_news())
     mailbox.write_progress({"step": 5})
     mailbox.post(3, a_frame())
     mailbox.write_image(0, Image(9, {"paris": "e" * 64}, vector_digest(WEIGHTS), WEIGHTS))
 
-    assert mailbox.identity() == Identity("me", 3, "run-1", 17)
+    assert mailbox.identity() == FolderOwner("me", 3, "run-1", 17)
     assert mailbox.fate(1) == Fate("d" * 64, "returned", "too old")
     assert mailbox.calls() == some_news()
     assert mailbox.progress() == {"step": 5}

@@ -1,0 +1,264 @@
+"""How much of a bare loop's speed is left when a worker also synchronises?
+
+    worker      agent and trainer of a real run, with a real server on another core
+    bare loop   the same jitted step on the same data, nothing else
+
+Both live on one core and are measured in turns, a few seconds each, so that whatever
+else the machine does disturbs both alike. While one is measured the other is stopped
+by a signal and costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from diloco_cli.assemble import spelled_out
+from diloco_cli.errors import RunFailed
+from diloco_cli.launch.subprocesses import (
+    LocalLauncher,
+    LocalProcess,
+    my_cores,
+    serve_role,
+    work_role,
+)
+from diloco_cli.run.folder import address_of
+from diloco_cli.spec.resolved import write_resolved
+from diloco_cli.spec.schema import RunSpec
+from diloco_cli.worker.mailbox import Mailbox
+
+GOAL = 0.93
+BELIEVABLE = 1.05
+"""A worker does all that the bare loop does; what is faster than this was mismeasured."""
+REGION = "bench"
+START_SECONDS = 120.0
+SETTLE_SECONDS = 1.0
+"""After a pause a worker finds old news; that is not what is measured."""
+WARM_VERSIONS = 8
+"""Versions adopted before the first measurement, so that everything is compiled and warm."""
+
+
+def inner_figures(*, windows: int, seconds: float) -> list[dict[str, Any]]:
+    """Measures the inner loop of a worker beside a bare loop."""
+    region_core, server_cores = _cores()
+    spec = _spec()
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
+        contextlib.ExitStack() as stack,
+    ):
+        bare = stack.enter_context(_bare(spec, region_core))
+        stack.enter_context(_keep_away(server_cores))
+        worker = stack.enter_context(_worker(spec, Path(name), region_core, server_cores))
+        pairs, before = [], bare(seconds)
+        for number in range(windows):
+            beside, after = worker(seconds), bare(seconds)
+            # A machine that slows down or speeds up meanwhile does so for both.
+            pairs.append((beside, (before + after) / 2))
+            before = after
+            _say(f"window {number + 1}: {beside:,.0f} beside {pairs[-1][1]:,.0f} tokens/s")
+    return [figure(pairs)]
+
+
+def figure(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Reports the pair (worker, limit) with the median ratio; refuses one nobody can believe."""
+    ratio = statistics.median_low(value / reference for value, reference in pairs)
+    value, reference = next(pair for pair in pairs if pair[0] / pair[1] == ratio)
+    if ratio > BELIEVABLE:
+        raise RunFailed(
+            f"The worker seems {ratio:.2f} times as fast as the bare loop that it contains "
+            f"({value:,.0f} and {reference:,.0f} tokens/s), so the two are not comparable.",
+            hint="Measure again on a machine that does nothing else, with more --windows.",
+        )
+    return {
+        "name": "inner",
+        "value": value,
+        "unit": "tokens/s",
+        "reference": reference,
+        "ratio": ratio,
+        "goal": GOAL,
+        "met": ratio >= GOAL,
+    }
+
+
+def _spec() -> RunSpec:
+    """One region of the quickstart's size that never ends and measures nothing itself."""
+    spec = RunSpec.model_validate(
+        {
+            "spec": 1,
+            "name": "bench",
+            "budget": {"tokens": 10**12},
+            "model": {"kind": "decoder", "size": "tiny"},
+            "data": {"kind": "python-source"},
+            "inner": {"batch": 8, "sequence": 64, "schedule": {"kind": "constant"}},
+            "regions": [{"name": REGION}],
+            "sync": {"fragments": 4, "every": 24, "overlap": 2},
+            "server": {"lease": 120.0},
+            "evaluate": {"every": 10**6},
+        }
+    )
+    return spelled_out(spec)
+
+
+def _cores() -> tuple[set[int], set[int]]:
+    cores = my_cores()
+    return {cores[-1]}, set(cores[:-1]) or {cores[-1]}
+
+
+@contextlib.contextmanager
+def _keep_away(cores: set[int]) -> Iterator[None]:
+    """Keeps this process, which watches, off the core that is measured."""
+    if sys.platform != "linux":
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def _bare(spec: RunSpec, cores: set[int]) -> Iterator[Callable[[float], float]]:
+    """Gives a function that measures the bare loop, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_loop, args=(theirs, spec, sorted(cores)), daemon=True)
+    process.start()
+    theirs.close()
+
+    def answer(seconds: float) -> float:
+        if not ours.poll(seconds + START_SECONDS):
+            raise RunFailed("The bare loop does not answer.")
+        try:
+            return ours.recv()
+        except EOFError:
+            raise RunFailed("The bare loop ended before it was measured.") from None
+
+    def measure(seconds: float) -> float:
+        ours.send(seconds)
+        return answer(seconds)
+
+    try:
+        _say("compiling the bare loop")
+        answer(0)
+        yield measure
+    finally:
+        process.kill()
+        process.join()
+
+
+def _loop(pipe: Connection, spec: RunSpec, cores: list[int]) -> None:
+    """Repeats the step for as long as asked; never more than one step ahead of the device."""
+    from diloco_cli.worker.engines.jax_engine import place
+    from diloco_cli.worker.trainer.task import prepare, set_up
+
+    set_up(cores)  # As a trainer does: otherwise the limit is not one.
+    task = prepare(spec, REGION)
+    params, cursor = place(task.model.init(spec.seed)), task.stream.start()
+    state = task.step.init_state(params)
+    seconds = SETTLE_SECONDS  # The first round compiles and is not reported.
+    while True:
+        began, steps, last = time.monotonic(), 0, None
+        while time.monotonic() < began + seconds:
+            tokens, cursor = task.stream.batch(cursor)
+            params, state, loss = task.step.step(params, state, tokens)
+            if last is not None:
+                last.block_until_ready()
+            last, steps = loss, steps + 1
+        if last is not None:
+            last.block_until_ready()
+        pipe.send(steps * task.tokens / (time.monotonic() - began))
+        seconds = pipe.recv()
+
+
+@contextlib.contextmanager
+def _worker(
+    spec: RunSpec, folder: Path, region_core: set[int], server_cores: set[int]
+) -> Iterator[Callable[[float], float]]:
+    """Gives a function that measures a worker of a real run, which rests in between."""
+    launcher = LocalLauncher(folder / "logs")
+    spec_file = write_resolved(spec, folder)
+    started: list[LocalProcess] = []
+    try:
+        server = launcher.start(serve_role(spec_file, folder))
+        started.append(server)
+        _pin(server, server_cores)
+        _wait(lambda: address_of(folder).get("pid") == server.pid, server, "listen")
+        role = work_role(
+            spec_file, folder, REGION, url=address_of(folder)["url"], cores=sorted(region_core)
+        )
+        worker = launcher.start(role)
+        started.append(worker)
+        _pin(worker, region_core)
+        mailbox = Mailbox(folder / "regions" / REGION)
+        _say("starting the worker")
+        _wait(lambda: _versions(mailbox) >= WARM_VERSIONS, worker, "train")
+        os.killpg(worker.pid, signal.SIGSTOP)
+        yield lambda seconds: _window(mailbox, worker, spec, seconds)
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGCONT)
+        launcher.stop(started, grace=0.0)
+
+
+def _window(mailbox: Mailbox, worker: LocalProcess, spec: RunSpec, seconds: float) -> float:
+    """Lets the worker run and reads its speed off its own progress, in tokens a second."""
+    os.killpg(worker.pid, signal.SIGCONT)
+    try:
+        time.sleep(SETTLE_SECONDS)
+        before, (first, began) = _versions(mailbox), _next(mailbox, worker)
+        time.sleep(seconds)
+        after, (last, ended) = _versions(mailbox), _next(mailbox, worker)
+    finally:
+        os.killpg(worker.pid, signal.SIGSTOP)
+    if after == before:
+        raise RunFailed("No version arrived while the worker was measured.")
+    return (last - first) * spec.inner.batch * spec.inner.sequence / (ended - began)
+
+
+def _next(mailbox: Mailbox, worker: LocalProcess) -> tuple[int, float]:
+    """Waits for the next report; gives its step and the moment it was written."""
+    path, seen = mailbox.progress_file, mailbox.progress_file.stat().st_mtime_ns
+    _wait(lambda: path.stat().st_mtime_ns != seen, worker, "report")
+    while True:
+        written, progress = path.stat().st_mtime_ns, mailbox.progress()
+        if progress and path.stat().st_mtime_ns == written:
+            return progress["step"], written / 1e9
+
+
+def _versions(mailbox: Mailbox) -> int:
+    progress = mailbox.progress()
+    return sum(one["version"] for one in progress["fragments"]) if progress else 0
+
+
+def _wait(happened: Callable[[], bool], process: LocalProcess, verb: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not happened():
+        if process.exit_code() is not None:
+            raise RunFailed(f"It ended before it could {verb}: {process.last_words()}")
+        if time.monotonic() > deadline:
+            raise RunFailed(f"It did not {verb} within {START_SECONDS:.0f} s.")
+        time.sleep(0.005)
+
+
+def _pin(process: LocalProcess, cores: set[int]) -> None:
+    if sys.platform == "linux":
+        os.sched_setaffinity(process.pid, cores)
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)

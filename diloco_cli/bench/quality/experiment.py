@@ -1,0 +1,258 @@
+"""What loss does a way to synchronise reach at equal tokens?
+
+A cell is one way and one seed. Every cell of a table trains the same model on as many
+tokens of the same text, with the same number of sequences in a step of all regions
+together, and is measured on the same held-out text: the global weights, after the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco_cli.assemble import spelled_out
+from diloco_cli.bench.quality.cells import Cell
+from diloco_cli.bench.quality.learner import TrainingOptions
+from diloco_cli.bench.quality.training import Trained, Training
+from diloco_cli.core.fragments import cut
+from diloco_cli.data.text import Share, Stream, datasets
+from diloco_cli.errors import RunFailed
+from diloco_cli.models.decoder import Model, models
+from diloco_cli.sim import faults
+from diloco_cli.sim.network import Link
+from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario, ServerSite
+from diloco_cli.spec.resolved import resolved
+from diloco_cli.spec.schema import InnerSpec, RunSpec
+from diloco_cli.worker.engines.jax_engine import JaxStep, make_step, place
+from diloco_cli.worker.trainer.task import Task, horizon
+
+STEP = 1.0
+"""Virtual seconds of an inner step at full speed; only ratios matter."""
+REAL_STEP = 0.25
+"""Seconds of such a step where kills are counted by the hour."""
+BACK_AGAIN = 20
+"""Steps that a killed trainer misses: 5 s."""
+CHECKPOINT = 8
+"""Steps between two checkpoints of a trainer: 2 s, as one of a small model has them."""
+
+
+RULES = 2
+"""Version of what a cell is besides its settings: how often regions report, how a run ends, and
+the like. Cells of other rules are run again. 2: a fragment that has enough is called at once."""
+
+DECISIVE = (
+    *("seed", "budget", "model", "data", "inner", "regions"),
+    *("sync", "merge", "outer", "wire"),
+)
+"""Sections of the spec that a cell's weights follow from."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What all cells of a table have in common."""
+
+    tokens: int = 6_291_456
+    batch: int = 64
+    """Sequences in a step of all regions together."""
+    sequence: int = 32
+    layers: int = 1
+    width: int = 32
+    heads: int = 1
+    warmup: int = 50
+    lr: float = 8e-3
+    """Inner, the same for all: the best for data parallel."""
+    windows: int = 4096
+    """Held-out sequences that a result is measured on."""
+
+    @property
+    def steps(self) -> int:
+        return self.tokens // (self.batch * self.sequence)
+
+
+def spec_of(cell: Cell, budget: Budget, seed: int) -> RunSpec:
+    """The cell as a run spec; what neither cell nor budget says is the spec's own default."""
+    count = max(1, cell.regions)
+    speeds = cell.speeds or (1.0,) * count
+    data: dict[str, Any] = {
+        "spec": 1,
+        "name": "quality",
+        "seed": seed,
+        "budget": {"tokens": budget.tokens},
+        "model": {
+            "kind": "decoder",
+            **{"layers": budget.layers, "width": budget.width, "heads": budget.heads},
+        },
+        "data": {"kind": "python-source"},
+        "inner": {
+            "batch": budget.batch // count,
+            "sequence": budget.sequence,
+            "optimizer": {"kind": "adamw", "lr": budget.lr},
+            "schedule": {"kind": "cosine", "warmup": budget.warmup, "floor": 0.1},
+        },
+        "regions": [{"name": f"r{n}", "speed": speed} for n, speed in enumerate(speeds)],
+    }
+    if not cell.regions:
+        data["sync"] = {"fragments": 1, "every": 3}  # It has none; the spec wants one that fits.
+    for key, value in cell.settings:
+        _put(data, key.split("."), value)
+    return RunSpec.model_validate(data)
+
+
+def _put(data: dict[str, Any], path: list[str], value: Any) -> None:
+    for step in path[:-1]:
+        data = data.setdefault(step, {})
+    data[path[-1]] = value
+
+
+def name_of(cell: Cell, budget: Budget, seed: int) -> str:
+    """Names all that a cell's result follows from."""
+    everything = resolved(spelled_out(spec_of(cell, budget, seed)))
+    spec = {key: everything[key] for key in DECISIVE}
+    world = [cell.regions, cell.speeds, cell.jitter, cell.travel, cell.kills, cell.lockstep]
+    rules = [RULES, REAL_STEP, BACK_AGAIN, CHECKPOINT, text_digest(json.dumps(spec["data"]))]
+    text = json.dumps([spec, world, budget.windows, rules], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def run_cell(cell: Cell, budget: Budget, seed: int) -> dict[str, Any]:
+    """Trains and measures one cell; gives the record of it."""
+    began, cpu = time.monotonic(), time.process_time()
+    record: dict[str, Any] = {"cell": cell.name, "seed": seed, "id": name_of(cell, budget, seed)}
+    spec = spec_of(cell, budget, seed)
+    try:
+        found = _parallel(spec) if not cell.regions else _decoupled(cell, spec, budget)
+    except RunFailed as error:
+        return {**record, "failed": error.message}
+    halves = [_evaluate(spec, found.weights, part) for part in _heldout(spec, budget.windows)]
+    about = {key: _short(value) for key, value in vars(found).items() if key != "weights"}
+    return {
+        **record,
+        "loss": round(sum(halves) / 2, 6),
+        "halves": [round(half, 6) for half in halves],
+        "tokens": budget.tokens,
+        **about,
+        "wall": round(time.monotonic() - began, 1),
+        "cpu": round(time.process_time() - cpu, 1),
+    }
+
+
+def _short(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _parallel(spec: RunSpec) -> Trained:
+    """Plain training with the whole batch: what data parallel computes."""
+    task = task_of(spec, "r0", 0, 1)
+    params = place(task.model.init(spec.seed))
+    state, cursor = task.step.init_state(params), task.stream.start()
+    for _ in range(horizon(spec, "r0")):
+        tokens, cursor = task.stream.batch(cursor)
+        params, state, _ = task.step.step(params, state, tokens)
+    weights = {name: np.array(values) for name, values in params.items()}
+    return Trained(weights, spec.budget.tokens, 1.0, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+
+
+def _decoupled(cell: Cell, spec: RunSpec, budget: Budget) -> Trained:
+    count = len(spec.regions)
+    steps = budget.steps if cell.lockstep else None
+    tasks = {
+        region.name: task_of(spec, region.name, number, count, steps=steps)
+        for number, region in enumerate(spec.regions)
+    }
+    habits = TrainingOptions(cell.lockstep, CHECKPOINT if cell.kills else None)
+    scenario = scenario_of(cell, spec, tasks)
+    return Training(spec, scenario, tasks, habits=habits, refund=bool(cell.kills)).train()
+
+
+def scenario_of(cell: Cell, spec: RunSpec, tasks: Mapping[str, Task]) -> Scenario:
+    """The cell as time sees it."""
+    # A frame, the news of a version and the version each take one delay.
+    link = Link(delay=cell.travel * STEP / 3)
+    sites = tuple(
+        RegionSite(one.name, STEP / one.speed, float(tasks[one.name].tokens), link, cell.jitter)
+        for one in spec.regions
+    )
+    layout = tasks[spec.regions[0].name].layout
+    struck: list[faults.Fault] = []
+    if cell.kills:
+        mean = 3600 / cell.kills * len(sites) / REAL_STEP * STEP
+        names = [site.name for site in sites]
+        until = 10 * STEP * horizon(spec, names[0])
+        struck = faults.drawn(faults.Law(mean), names, until=until, seed=spec.seed)
+    return Scenario(
+        name=cell.name,
+        sites=sites,
+        sizes=tuple(fragment.size for fragment in layout.fragments),
+        sync=spec.sync,
+        duration=float("inf"),
+        hub=ServerSite(lease=1000 * STEP, commit=0.005 * STEP),
+        recovery=Recovery(detect=0.0, restart=BACK_AGAIN * STEP),
+        faults=tuple(struck),
+        seed=spec.seed,
+    )
+
+
+# Everything that costs time to make is made once
+
+
+def task_of(
+    spec: RunSpec, region: str, index: int, count: int, *, steps: int | None = None
+) -> Task:
+    """What a region has to do; regions and cells that step alike share the compiled step."""
+    inner, model = spec.inner_of(region), models.build(spec.model)
+    share = Share(spec.seed, index, count, inner.batch, inner.sequence)
+    return Task(
+        spec=spec,
+        region=region,
+        model=model,
+        layout=cut(model.tensors(), spec.sync.fragments),
+        inner=inner,
+        step=_step(model, inner.model_dump_json(), steps or horizon(spec, region)),
+        stream=replace(_text(json.dumps(spec.data), inner.sequence), share=share),
+    )
+
+
+@functools.lru_cache(maxsize=24)
+def _step(model: Model, inner: str, steps: int) -> JaxStep:
+    return make_step(model, InnerSpec.model_validate_json(inner), horizon=steps)
+
+
+@functools.cache
+def _text(data: str, sequence: int) -> Stream:
+    return datasets.build(json.loads(data)).open(0, 0, 1, 1, sequence)
+
+
+@functools.cache
+def text_digest(data: str) -> str:
+    """Names the text by its beginning and its length: Python's own library differs by version."""
+    text = _text(data, 32)
+    sample = replace(text, share=replace(text.share, batch=64)).heldout(4)
+    words = hashlib.sha256(f"{text.training.size} {text.apart.size}".encode())
+    for batch in sample:
+        words.update(np.ascontiguousarray(batch).tobytes())
+    return words.hexdigest()[:16]
+
+
+@functools.cache
+def _loss(model: Model) -> Any:
+    return jax.jit(model.loss_fn(penalties=False))
+
+
+def _heldout(spec: RunSpec, windows: int) -> list[list[np.ndarray]]:
+    """Two halves of the held-out text, so that a result says how far the text decides it."""
+    text = _text(json.dumps(spec.data), spec.inner.sequence)
+    batches = replace(text, share=replace(text.share, batch=64)).heldout(windows // 64)
+    return [batches[0::2], batches[1::2]]
+
+
+def _evaluate(spec: RunSpec, weights: dict[str, np.ndarray], batches: list[np.ndarray]) -> float:
+    loss, params = _loss(models.build(spec.model)), place(weights)
+    return float(np.mean([float(loss(params, tokens)[0]) for tokens in batches]))

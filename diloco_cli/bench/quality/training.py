@@ -1,0 +1,280 @@
+"""A rehearsal with real weights: what loss does a run reach?
+
+    simulator   when steps end, calls come, frames arrive, rounds close: virtual time
+    learner     real steps, real frames with all that the codec loses
+    here        a closed round becomes the next version by the server's own function
+
+One process, no socket, no disk. The same spec and seed give the same weights to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_cli.assemble import RunObjects, recipe_of, resolve
+from diloco_cli.bench.quality.learner import RUN, TrainingOptions, TrainingRegion
+from diloco_cli.core.fragments import gather, scatter
+from diloco_cli.core.rounds import Receipt
+from diloco_cli.errors import RunFailed
+from diloco_cli.server.store.on_disk import StoredState
+from diloco_cli.server.versions.next_version import Spoiled, Version, next_version
+from diloco_cli.sim.region import SimulatedRegion
+from diloco_cli.sim.scenario import RegionSite, Scenario
+from diloco_cli.sim.simulator import Simulation
+from diloco_cli.spec.schema import RunSpec
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import Frame, open_frame
+from diloco_cli.worker.engines.jax_engine import JaxStep
+from diloco_cli.worker.trainer.task import Task
+from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
+
+Seconds = float
+
+
+class Payloads:
+    """The part of a server's store that merging reads."""
+
+    run = RUN
+
+    def __init__(self) -> None:
+        self.frames: dict[str, Frame] = {}
+
+    def payload(self, digest: str) -> memoryview:
+        return self.frames[digest].data
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run came to."""
+
+    weights: dict[str, np.ndarray]
+    """The global weights, as regions hold them after the end."""
+    seconds: Seconds
+    """Virtual, until the budget was spent."""
+    goodput: float
+    """Tokens trained ÷ tokens of all regions at their own full speed in that time."""
+    versions: int
+    """Rounds of one fragment, on average."""
+    members: float
+    """Contributors of a round ÷ regions."""
+    staleness: float
+    bits_up: float
+    """A parameter, of an average frame."""
+    bits_down: float
+    lost: float
+    """Tokens that deaths undid."""
+    discarded: float
+    """Tokens that adopting dropped."""
+    kills: int
+
+
+class Training(Simulation):
+    """A play whose regions train."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        scenario: Scenario,
+        tasks: Mapping[str, Task],
+        *,
+        habits: TrainingOptions | None = None,
+        refund: bool = False,
+    ) -> None:
+        """With `refund`, tokens that a death undid are trained again within the budget."""
+        self.spec, self.parts = spec, resolve(spec)
+        self.recipe, self.payloads = recipe_of(spec, self.parts), Payloads()
+        self.left, self.refund = float(spec.budget.tokens), refund
+        self.undone = 0.0
+        self.up_bytes = self.up_values = self.down_bytes = self.down_values = 0
+        self._tasks, self._habits = tasks, habits or TrainingOptions()
+        self.learners: list[TrainingRegion] = []
+        self._alike: dict[JaxStep, int] = {}
+        """How many learners share a compiled step."""
+        self.made = [[version] for version in first_versions(spec, self.parts)]
+        super().__init__(scenario)
+
+    # What learners ask
+
+    def version(self, fragment: int, number: int) -> Version:
+        return self.made[fragment][number]
+
+    def posted(self, frame: Frame) -> None:
+        self.payloads.frames[frame.digest] = frame
+        self.up_bytes += len(frame.data)
+        self.up_values += frame.header.size
+
+    def train_until(self, now: Seconds) -> None:
+        """Whatever happened before now has happened, so nothing can change these steps any more."""
+        due = [(learner, learner.due(now)) for learner in self.learners]
+        for number in range(max((steps for _, steps in due), default=0)):
+            ready = [learner for learner, steps in due if steps > number]
+            train_together([learner for learner in ready if self._may(learner)], self._alike)
+
+    def _may(self, learner: TrainingRegion) -> bool:
+        if self.left < learner.task.tokens:
+            self.left = 0.0
+            return False
+        self.left -= learner.task.tokens
+        return True
+
+    def lost(self, tokens: float) -> None:
+        self.undone += tokens
+        if self.refund:
+            self.left += tokens
+
+    # What the simulator asks
+
+    def region_of(self, site: RegionSite) -> SimulatedRegion:
+        learner = TrainingRegion(site, self.scenario, self._tasks[site.name], self, self._habits)
+        self.learners.append(learner)
+        step = learner.task.step
+        self._alike[step] = self._alike.get(step, 0) + 1
+        return learner
+
+    def _published(self, fragment: int, members: dict[str, Receipt]) -> None:
+        self._make(fragment, list(members.values()), drain=False)
+        super()._published(fragment, members)
+
+    def _make(self, fragment: int, receipts: list[Receipt], *, drain: bool) -> None:
+        old, about = self.made[fragment][-1], self.parts.layout.fragments[fragment]
+        store = cast(Any, self.payloads)
+        made = next_version(self.recipe, store, old, about, receipts, drain=drain)
+        if isinstance(made, Spoiled):
+            raise RunFailed(f"Round {old.number} of fragment {fragment} failed: {made.why}.")
+        version, data = made
+        frame = open_frame(data, size=about.size)
+        decoded, digest = frame.added_to(old.state.published)
+        if digest != version.digest or not np.array_equal(decoded, version.state.published):
+            raise RunFailed(f"Version {version.number} of fragment {fragment} does not decode.")
+        self.down_bytes += len(data)
+        self.down_values += about.size
+        self.made[fragment].append(version)
+        for receipt in receipts:
+            del self.payloads.frames[receipt.digest]
+
+    # From the first step to the last weights
+
+    def train(self) -> Trained:
+        """Trains until the budget is spent, then merges what is still held."""
+        self.agenda.run(math.inf, lambda: self.left <= 0)
+        seconds, learners = self.agenda.now, self.learners
+        full = sum(site.tokens / site.step for site in self.scenario.sites) * seconds
+        trained = self.spec.budget.tokens + (self.undone if self.refund else 0.0)
+        outcome = self.tally.outcome(learners, now=seconds, events=0)
+        while any(self._drain(number, learners) for number in range(len(self.made))):
+            pass
+        return Trained(
+            weights=self.weights(),
+            seconds=seconds,
+            goodput=(trained - self.undone) / full,
+            versions=round(outcome.versions / len(self.made)),
+            members=outcome.participation,
+            staleness=outcome.staleness,
+            bits_up=8 * self.up_bytes / max(1, self.up_values),
+            bits_down=8 * self.down_bytes / max(1, self.down_values),
+            lost=self.undone,
+            discarded=self._discarded(learners),
+            kills=outcome.faults,
+        )
+
+    def _drain(self, fragment: int, learners: list[TrainingRegion]) -> bool:
+        """Merges what waits or is still held; says whether there was anything."""
+        receipts = []
+        newest = self.made[fragment][-1]
+        for learner in learners:
+            learner.adopt(fragment, newest.number, newest.merged.get(learner.name, ""))
+            book = learner.own.books[fragment]
+            if book.flight is None and book.held.steps >= 1:
+                learner.send(fragment)
+            if learner.own.books[fragment].flight is not None:
+                receipts.append(_receipt(learner.sent[fragment]))
+        if receipts:
+            self._make(fragment, receipts, drain=True)
+        return bool(receipts)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        found = {tensor.name: np.empty(tensor.shape, "f4") for tensor in self.parts.model.tensors()}
+        for fragment, made in zip(self.parts.layout.fragments, self.made, strict=True):
+            scatter(made[-1].state.published, fragment, found)
+        return found
+
+    def _discarded(self, learners: list[TrainingRegion]) -> float:
+        sizes = self.recipe.sizes
+        return sum(
+            size * learner.own.books[number].totals.discarded / sum(sizes)
+            for learner in learners
+            for number, size in enumerate(sizes)
+        )
+
+
+def train_together(learners: Sequence[TrainingRegion], alike: Mapping[JaxStep, int]) -> None:
+    """Makes one step of each; all that share a compiled step in one call, if none is missing.
+
+    A small model's step is mostly overhead, which is then paid once. Fewer than all step one
+    by one: every other number of them would have to be compiled.
+    """
+    groups: dict[JaxStep, list[TrainingRegion]] = {}
+    for learner in learners:
+        groups.setdefault(learner.task.step, []).append(learner)
+    for step, group in groups.items():
+        if 1 < len(group) == alike[step]:
+            _train_abreast(step, [learner.own for learner in group])
+        else:
+            for learner in group:
+                learner.own.train()
+        for learner in group:
+            learner.stepped()
+
+
+def _train_abreast(step: JaxStep, own: Sequence[WeightsAndBooks]) -> None:
+    batches = [one.task.stream.batch(one.cursor) for one in own]
+    tokens = np.stack([tokens for tokens, _ in batches])
+    moved = _abreast(step)([one.params for one in own], [one.state for one in own], tokens)
+    for one, params, state, (_, cursor) in zip(own, *moved, batches, strict=True):
+        one.moved(params, state, cursor)
+
+
+@functools.lru_cache(maxsize=24)
+def _abreast(step: JaxStep) -> Any:
+    """The step of several regions in one call; compiled for each number of them."""
+
+    def go(params: list[Any], states: list[Any], tokens: jax.Array) -> tuple[list[Any], list[Any]]:
+        weights, memories = (jax.tree.map(_stack, *trees) for trees in (params, states))
+        abreast: Any = jax.vmap(step.step)
+        new, moved, _ = abreast(weights, memories, tokens)
+        return _split(new, len(params)), _split(moved, len(params))
+
+    return jax.jit(go, donate_argnums=(0, 1))
+
+
+def _stack(*leaves: jax.Array) -> jax.Array:
+    return jnp.stack(leaves)
+
+
+def _split(tree: Any, count: int) -> list[Any]:
+    leaves, shape = jax.tree.flatten(tree)
+    return [shape.unflatten([leaf[number] for leaf in leaves]) for number in range(count)]
+
+
+def first_versions(spec: RunSpec, parts: RunObjects) -> list[Version]:
+    """Version 0 of every fragment, as a server begins."""
+    weights, found = parts.model.init(spec.seed), []
+    for fragment in parts.layout.fragments:
+        theta = gather(weights, fragment)
+        state = StoredState(theta, parts.outer.start(fragment.size), theta)
+        found.append(Version(0, state, vector_digest(theta), {}, ()))
+    return found
+
+
+def _receipt(frame: Frame) -> Receipt:
+    said = frame.header
+    about = (said.base, said.clock, frame.digest, said.prev, said.tokens, said.steps)
+    return Receipt(said.region, said.fragment, *about, bytes=len(frame.data))

@@ -1,0 +1,83 @@
+"""Real pseudo-gradients to measure codecs on: a few rounds of the quickstart, in this process.
+
+Two regions train in turns; each keeps what its codec left out, as the protocol has it, and
+the server's side is the real outer step. The last round's vectors are the sample: early
+training, but past the first jumps.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import numpy as np
+
+from diloco_cli.assemble import load_run, resolve, spelled_out
+from diloco_cli.core.fragments import Fragment, gather, scatter
+from diloco_cli.merge.outer_optimizers import outer_step
+from diloco_cli.merge.rules import weight
+from diloco_cli.wire.codecs.plain import Codec
+from diloco_cli.worker.engines.jax_engine import fetch, place
+from diloco_cli.worker.trainer.task import Task, prepare
+
+
+def quickstart_round(rounds: int = 6) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Gives the vectors that go up, and those that go down, in the last of some rounds."""
+    template = resources.files("diloco_cli.cli") / "templates" / "quickstart.yaml"
+    with resources.as_file(template) as path:
+        spec = spelled_out(load_run(path).spec)
+    parts = resolve(spec)
+    regions = [_Region(prepare(spec, region.name), parts.up) for region in spec.regions]
+    published = regions[0].task.model.init(spec.seed)
+    theta = [gather(published, each) for each in parts.layout.fragments]
+    momentum = [parts.outer.start(vector.size) for vector in theta]
+    steps, tokens = spec.sync.every, spec.sync.every * regions[0].task.tokens
+    counted = weight(float(tokens), float(steps), steps_cap=float(10 * steps))
+    up: list[np.ndarray] = []
+    down: list[np.ndarray] = []
+    for _ in range(rounds):
+        sent = [region.train(published, steps) for region in regions]
+        up, down = [delta for deltas, _ in sent for delta in deltas], []
+        for number, fragment in enumerate(parts.layout.fragments):
+            members = [(counted, decoded[number]) for _, decoded in sent]
+            theta[number], momentum[number] = outer_step(
+                *(fragment, parts.merge, parts.outer, theta[number], momentum[number], members),
+                drain=False,
+            )
+            down.append(theta[number] - gather(published, fragment))
+            _add(parts.down, down[-1], fragment, published)
+    return up, down
+
+
+def _add(
+    codec: Codec, change: np.ndarray, fragment: Fragment, weights: dict[str, np.ndarray]
+) -> None:
+    received = codec.decode(codec.encode(change), change.size)
+    scatter(gather(weights, fragment) + received, fragment, weights)
+
+
+class _Region:
+    def __init__(self, task: Task, up: Codec) -> None:
+        self.task, self.up = task, up
+        self.cursor = task.stream.start()
+        self.state = None
+        self.held = [np.zeros(each.size, np.float32) for each in task.layout.fragments]
+
+    def train(
+        self, published: dict[str, np.ndarray], steps: int
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Trains from the published weights less what is held; gives deltas, and as decoded."""
+        fragments = self.task.layout.fragments
+        start = {name: values.copy() for name, values in published.items()}
+        for fragment, held in zip(fragments, self.held, strict=True):
+            scatter(gather(published, fragment) - held, fragment, start)
+        params = place(start)
+        if self.state is None:
+            self.state = self.task.step.init_state(params)
+        for _ in range(steps):
+            tokens, self.cursor = self.task.stream.batch(self.cursor)
+            params, self.state, _ = self.task.step.step(params, self.state, tokens)
+        local = fetch(params)
+        deltas = [gather(published, each) - gather(local, each) for each in fragments]
+        decoded = [self.up.decode(self.up.encode(delta), delta.size) for delta in deltas]
+        self.held = [delta - back for delta, back in zip(deltas, decoded, strict=True)]
+        return deltas, decoded

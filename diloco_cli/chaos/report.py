@@ -1,0 +1,187 @@
+"""What did the faults cost? One document for every method, whoever measured it.
+
+All figures are of the time between the first step of the last region and the end of the
+schedule. Tokens a fault-free run would have trained follow from the pace that the spec
+sets, or from the record of such a run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_cli.chaos.storm import InflictedFault
+from diloco_cli.observe.events import Event
+from diloco_cli.spec.chaos_rules import ON_LINKS
+from diloco_cli.spec.schema import RunSpec
+
+Seconds = float
+PARTS = ("detect", "start", "compile", "fetch")
+HEALING = ("kill-trainer", "kill-region")
+"""Kinds after which a trainer has to begin anew."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The time that is looked at, and the run's status at both of its ends."""
+
+    began: Seconds
+    """Seconds since 1970."""
+    seconds: Seconds
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+
+    def trained(self) -> float:
+        return _of(self.after, "trained") - _of(self.before, "trained")
+
+    def applied(self) -> float:
+        """Tokens of this time alone: what was trained before it and applied within is left out,
+        and what is still pending at its end does not count."""
+        return (
+            _of(self.after, "applied") - _of(self.before, "applied") - _of(self.before, "pending")
+        )
+
+
+def _of(status: Mapping[str, Any], fate: str) -> float:
+    return (status.get("tokens") or {}).get(fate) or 0.0
+
+
+def fault_free_rate(spec: RunSpec) -> float | None:
+    """Tokens a second of all regions together, when nothing goes wrong; None without a pace."""
+    if spec.chaos is None or spec.chaos.step_seconds is None:
+        return None
+    pace = spec.chaos.step_seconds
+    inners = [(spec.inner_of(region.name), region.speed) for region in spec.regions]
+    return sum(inner.batch * inner.sequence * speed / pace for inner, speed in inners)
+
+
+def aftermath(
+    spec: RunSpec,
+    span: Span,
+    struck: Sequence[InflictedFault],
+    events: Iterable[Event],
+    *,
+    rate: float | None,
+) -> dict[str, Any]:
+    """Everything of the record that can be read off a run that went through LocalRun."""
+    seen = [event for event in events if event.time >= span.began]
+    ends = span.began + span.seconds
+    faults = [
+        _with_recovery(each, struck[number + 1 :], seen) for number, each in enumerate(struck)
+    ]
+    trained, applied = span.trained(), max(0.0, span.applied())
+    fault_free = rate * span.seconds if rate else None
+    return {
+        "seconds": round(span.seconds, 3),
+        "regions": len(spec.regions),
+        "faults": faults,
+        "tokens": {
+            "trained": round(trained, 1),
+            "applied": round(applied, 1),
+            "pending": round(_of(span.after, "pending"), 1),
+            "fault_free": fault_free and round(fault_free, 1),
+        },
+        "goodput": {
+            "time": trained / fault_free if fault_free else None,
+            "tokens": applied / fault_free if fault_free else None,
+            "participation": participation(spec, [e for e in seen if e.time <= ends]),
+        },
+        "blocked": _blocked(span.after),
+        "recovery": recoveries(faults),
+        "loss": {
+            "heldout": (span.after.get("loss") or {}).get("heldout"),
+            "curve": loss_curve(seen, span),
+        },
+    }
+
+
+def _blocked(status: Mapping[str, Any]) -> float | None:
+    """Mean over regions of the share of training time that the exchange held up."""
+    regions = status.get("regions") or []
+    shares = [one["blocked"] for one in regions if one.get("blocked") is not None]
+    return statistics.mean(shares) if shares else None
+
+
+def participation(spec: RunSpec, events: Iterable[Event]) -> float | None:
+    """Mean over rounds of the share of regions that are in them."""
+    shares = [
+        len(event.fields["members"]) / len(spec.regions)
+        for event in events
+        if event.kind == "published" and "members" in event.fields
+    ]
+    return statistics.mean(shares) if shares else None
+
+
+def loss_curve(events: Iterable[Event], span: Span) -> list[list[float]]:
+    """Held-out loss over applied tokens and seconds."""
+    applied = before = (span.before.get("tokens") or {}).get("applied") or 0.0
+    curve = []
+    for event in events:
+        if event.kind == "published" and event.fields.get("tokens") is not None:
+            applied = float(event.fields["tokens"])
+        if event.kind == "evaluated" and event.fields.get("loss") is not None:
+            since = round(event.time - span.began, 3)
+            curve.append([round(applied - before, 1), float(event.fields["loss"]), since])
+    return curve
+
+
+def _with_recovery(
+    struck: InflictedFault, later: Iterable[InflictedFault], events: Sequence[Event]
+) -> dict[str, Any]:
+    """The fault as it was inflicted, and how its region came back, if it could in peace."""
+    record, region = struck.as_record(), struck.fault.region
+    if struck.skipped or struck.fault.kind not in HEALING:
+        return record
+    disturbing = [
+        each.wall
+        for each in later
+        if each.fault.region == region
+        and not each.skipped
+        and each.fault.kind not in (*ON_LINKS, "slow")
+    ]
+    until = min(disturbing, default=math.inf)
+    # The log's clock has milliseconds.
+    since = struck.wall - 0.001
+    own = [e for e in events if e.fields.get("region") == region and since <= e.time <= until]
+    step = next((event for event in own if event.kind == "first-step"), None)
+    if step is None:
+        return record
+    died = next((event for event in own if event.kind in ("trainer-died", "trainer-exited")), None)
+    recovery: dict[str, float] = {}
+    if died is not None and died.time <= step.time:
+        recovery["detect"] = max(0.0, died.time - struck.wall)
+    parts = {"start": "import", "compile": "compile", "fetch": "restore"}
+    for name, key in parts.items():
+        if step.fields.get(key) is not None:
+            recovery[name] = float(step.fields[key])
+    recovery["total"] = step.time - struck.wall
+    return {**record, "recovery": {key: round(value, 3) for key, value in recovery.items()}}
+
+
+def recoveries(faults: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums up how long it took from a kill to the next finished step."""
+    found = [fault["recovery"] for fault in faults if fault.get("recovery")]
+    totals = [each["total"] for each in found]
+    parts = {part: [each[part] for each in found if part in each] for part in PARTS}
+    return {
+        "count": len(totals),
+        **{name: quantile(totals, share) for name, share in (("p50", 0.5), ("p95", 0.95))},
+        "max": max(totals, default=None),
+        "parts": {
+            part: {"p50": quantile(values, 0.5), "p95": quantile(values, 0.95)}
+            for part, values in parts.items()
+        },
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that so large a share of all does not exceed."""
+    if not values:
+        return None
+    ranked = sorted(values)
+    # Rounded first: 0.95 × 20 is a hair above 19.
+    rank = math.ceil(round(share * len(ranked), 9))
+    return ranked[max(1, rank) - 1]

@@ -1,0 +1,173 @@
+"""Commands for writing a run spec: init, validate, explain."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from diloco_cli.spec.describe import KindDescription
+    from diloco_cli.spec.load import Loaded
+
+
+class Format(StrEnum):
+    text = "text"
+    json = "json"
+
+
+SpecFile = Annotated[
+    Path, typer.Argument(metavar="SPEC", help="Run spec, for example pipelines/quickstart.yaml.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key, as in sync.quorum=2. Repeatable."
+    ),
+]
+OutputFormat = Annotated[
+    Format, typer.Option("--format", help="json prints one document and nothing else.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this module."""
+    app.command()(init)
+    app.command()(validate)
+    app.command()(explain)
+
+
+def init(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="Where to write; made if it is not there.")
+    ] = Path("."),
+    template: Annotated[
+        str, typer.Option(metavar="NAME", help="The pipeline to start from.")
+    ] = "quickstart",
+    regions: Annotated[
+        str, typer.Option(metavar="A,B,C", help="Names of the regions, instead of the template's.")
+    ] = "",
+) -> None:
+    """Write a run.yaml and a start script for each host."""
+    from diloco_cli.run import scaffold
+
+    names = [name.strip() for name in regions.split(",")] if regions.strip() else []
+    drafts = scaffold.compose(folder, template, names)
+    written = scaffold.write(drafts)
+    for path in written:
+        typer.echo(path)
+    starts = [path.name for path in written if path.suffix == ".sh"]
+    spec = folder / "run.yaml"
+    typer.echo("\nNext:", err=True)
+    typer.echo(f"  diloco validate {spec}   after each change", err=True)
+    typer.echo(f"  diloco run {spec}        everything on this machine", err=True)
+    typer.echo("  Several hosts: diloco certs init --host NAME, and diloco certs issue", err=True)
+    typer.echo(f"  --region R for each; copy {folder}, then ./{starts[0]} on one and", err=True)
+    typer.echo(f"  ./{starts[1]} URL (and so on) on those that train.", err=True)
+    if folder / ".gitignore" not in written:
+        typer.echo("  Your .gitignore was left as it is; runs/ belongs in it.", err=True)
+
+
+def validate(
+    spec_file: SpecFile, overrides: Overrides = None, format: OutputFormat = Format.text
+) -> None:
+    """Check a run spec; every problem at once."""
+    from diloco_cli.assemble import load_run, spelled_out
+    from diloco_cli.errors import SpecError
+    from diloco_cli.spec.load import SpecErrors
+    from diloco_cli.spec.resolved import resolved
+
+    try:
+        loaded = load_run(spec_file, overrides or ())
+    except SpecError as error:
+        if format is Format.text:
+            raise
+        problems = error.as_data() if isinstance(error, SpecErrors) else [_whole(spec_file, error)]
+        _print_json({"ok": False, "problems": problems, "spec": None})
+        raise typer.Exit(error.exit_code) from None
+    if format is Format.json:
+        spec = resolved(spelled_out(loaded.spec))
+        _print_json({"ok": True, "problems": [], "spec": spec})
+    else:
+        _describe(loaded)
+
+
+def _whole(file: Path, error: Any) -> dict[str, Any]:
+    """Puts a problem with the file itself into the form the others have."""
+    place = {"file": str(file), "line": None, "column": None, "key": ""}
+    return {**place, "message": error.message, "hint": error.hint}
+
+
+def _describe(loaded: Loaded) -> None:
+    from diloco_cli.assemble import resolve
+
+    spec, layout = loaded.spec, resolve(loaded.spec).layout
+    names = ", ".join(region.name for region in spec.regions)
+    sync = spec.sync
+    typer.echo(f"{spec.name}: ok")
+    typer.echo(f"  regions   {len(spec.regions)} ({names}), quorum {sync.quorum}")
+    typer.echo(f"  model     {layout.size:,} parameters in {len(layout.fragments)} fragments")
+    typer.echo(
+        f"  exchange  each fragment every {sync.every} inner steps, {spec.wire.up['kind']} up"
+    )
+    typer.echo(f"  budget    {spec.budget.tokens:,} tokens of all regions together")
+
+
+def explain(
+    seam: Annotated[
+        str, typer.Argument(metavar="[SEAM]", help="codec, merge, outer, model, data, …")
+    ] = "",
+    format: OutputFormat = Format.text,
+) -> None:
+    """List the kinds a spec can name, and their options."""
+    from diloco_cli.assemble import SEAMS
+    from diloco_cli.errors import SpecError
+    from diloco_cli.registry import nearest
+    from diloco_cli.spec.describe import kinds_of
+
+    if seam and seam not in SEAMS:
+        raise SpecError(
+            f"There is nothing called {seam!r} to explain.",
+            hint=nearest(seam, list(SEAMS), "Known"),
+        )
+    asked = {name: kinds_of(SEAMS[name]) for name in ([seam] if seam else SEAMS)}
+    if format is Format.json:
+        _print_json({name: [_kind_data(kind) for kind in kinds] for name, kinds in asked.items()})
+        return
+    for name, kinds in asked.items():
+        typer.echo(f"{name}:" if seam else f"{name}: {', '.join(kind.name for kind in kinds)}")
+        for kind in kinds if seam else ():
+            _print_kind(kind)
+    if not seam:
+        typer.echo("\n`diloco explain codec` lists the options of each.", err=True)
+
+
+def _print_kind(kind: KindDescription) -> None:
+    typer.echo(f"\n  {kind.name}\n      {kind.doc}")
+    for option in kind.options:
+        typer.echo(f"      {option.name}: {option.type} ({option.shown_default})")
+        if option.doc:
+            typer.echo(f"          {option.doc}")
+
+
+def _kind_data(kind: KindDescription) -> dict[str, Any]:
+    from diloco_cli.spec.describe import REQUIRED
+
+    options = [
+        {
+            "name": option.name,
+            "type": option.type,
+            "required": option.default is REQUIRED,
+            "default": None if option.default is REQUIRED else option.default,
+            "doc": option.doc,
+        }
+        for option in kind.options
+    ]
+    return {"kind": kind.name, "doc": kind.doc, "options": options}
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=2, ensure_ascii=False))

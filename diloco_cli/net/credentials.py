@@ -1,0 +1,259 @@
+"""Who we are to a server, and whether it is the server we mean.
+
+A bundle is a folder that `diloco certs issue` wrote:
+
+    ca.pem       whom to believe; without it, whom this host believes anyway
+    client.pem   the certificate that opens the connection, with client.key
+    token        says who is asking
+
+Both carriers take the same `Credentials`. What goes wrong in the handshake becomes a sentence
+here: a server that cannot be believed is `Untrusted` and may be mended while a region
+trains on; a certificate of ours that the server refuses is for a person to look at.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from diloco_cli.errors import DilocoError, LinkError, SpecError
+
+PROBE_SECONDS = 3.0
+LONGEST_TOKEN = 512
+
+
+class Untrusted(LinkError):
+    """The server shows a certificate that must not be believed."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What to show a server, and what it has to show us."""
+
+    token: str = field(default="", repr=False)
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.token}"} if self.token else {}
+
+    @property
+    def root_pem(self) -> bytes | None:
+        return _read(self.ca) if self.ca else None
+
+    @property
+    def own_pem(self) -> bytes | None:
+        if self.certificate is None or self.key is None:
+            return None
+        return _read(self.key) + _read(self.certificate)
+
+    def context(self) -> ssl.SSLContext:
+        """Makes the TLS settings for Python's own TLS."""
+        context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if self.certificate and self.key:
+            try:
+                context.load_cert_chain(self.certificate, self.key)
+            except (OSError, ssl.SSLError) as error:
+                raise _unusable(self.certificate, error) from None
+        return context
+
+    def check(self, url: str) -> None:
+        """Refuses to say a secret where others can hear it."""
+        if self.token and not url.startswith("https://") and not _is_this_host(url):
+            raise SpecError(
+                f"{url} is not encrypted; a token sent there could be read on the way.",
+                hint="Use the https:// URL that the server printed, or a tunnel to 127.0.0.1.",
+            )
+
+
+NOBODY = Credentials()
+"""Enough for a server on the loopback address."""
+
+
+def identify(
+    bundle: Path | None, *, token: str = "", token_file: Path | None = None
+) -> Credentials:
+    """Reads a bundle; a token given otherwise is taken instead of the one in it."""
+    if bundle is None:
+        return Credentials(token=token or (read_token(token_file) if token_file else ""))
+    if not bundle.is_dir():
+        raise SpecError(
+            f"There is no folder {bundle} with a certificate and a token.",
+            hint="`diloco certs issue` on the server's host makes it; copy it here, or name "
+            "another one with --certs.",
+        )
+    own, key, ca = bundle / "client.pem", bundle / "client.key", bundle / "ca.pem"
+    if not token and (token_file or (bundle / "token").exists()):
+        token = read_token(token_file or bundle / "token")
+    there = own.exists() and key.exists()
+    return Credentials(
+        token=token,
+        ca=ca if ca.exists() else None,
+        certificate=own if there else None,
+        key=key if there else None,
+    )
+
+
+def read_token(path: Path) -> str:
+    """Reads a token from a file that only its owner may read."""
+    try:
+        text = path.read_text("ascii").strip()
+        open_to_others = path.stat().st_mode & 0o077
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or "it is not plain text"
+        raise SpecError(
+            f"The token in {path} cannot be read: {said}.",
+            hint="`diloco certs issue` writes it; token_file or DILOCO_TOKEN_FILE names it.",
+        ) from None
+    if open_to_others:
+        raise SpecError(
+            f"{path} can be read by other users of this host.", hint=f"chmod 600 {path}"
+        )
+    return checked_token(text, str(path))
+
+
+def checked_token(text: str, where: str) -> str:
+    """Returns a token that can stand in a header, without ever quoting it."""
+    if not text or len(text) > LONGEST_TOKEN or not text.isascii() or not text.isprintable():
+        raise SpecError(
+            f"What {where} holds is not a token.",
+            hint="It is one line, as `diloco certs issue` wrote it.",
+        )
+    if " " in text:
+        raise SpecError(f"The token in {where} has a space in it.", hint="Was it copied whole?")
+    return text
+
+
+def named_token(variable: str) -> str:
+    """Reads a token from the environment variable that the spec names."""
+    if not (text := os.environ.get(variable, "").strip()):
+        raise SpecError(
+            f"The spec takes the token from ${variable}, which is not set.",
+            hint=f"export {variable}=…, or use token_file.",
+        )
+    return checked_token(text, f"${variable}")
+
+
+def in_handshake(url: str, identity: Credentials, failure: BaseException) -> DilocoError | None:
+    """Says what TLS had against a connection; None if that is not why it failed."""
+    if not url.startswith("https://"):
+        return None
+    said = _whole(failure)
+    if "CERTIFICATE_VERIFY_FAILED" in said or "invalid peer certificate" in said:
+        return _their_certificate(url, said)
+    if "received fatal alert" not in said and "alert" not in said:
+        # A refusal in TLS 1.3 comes after the client's first words, which may push it out.
+        said = _listen(url, identity)
+    return _our_certificate(url, identity, said)
+
+
+def _their_certificate(url: str, said: str) -> Untrusted:
+    host = urlsplit(url).hostname
+    for signs, what, hint in (
+        (
+            ("expired",),
+            "shows a certificate that has expired",
+            "On the server's host: `diloco certs init`; it is taken up without a restart. Is "
+            "the clock of this host right?",
+        ),
+        (
+            ("not yet valid", "NotValidYet"),
+            "shows a certificate that is not valid yet",
+            "Compare the clocks of both hosts.",
+        ),
+        (
+            ("mismatch", "not valid for"),
+            f"shows a certificate for other names than {host}",
+            f"On the server's host: `diloco certs init --host {host}`, or use one of its names "
+            "(`diloco certs show`).",
+        ),
+    ):
+        if any(sign in said for sign in signs):
+            return Untrusted(f"{url} {what}.", hint=hint)
+    return Untrusted(
+        f"{url} shows a certificate that nobody known here has signed.",
+        hint="Is it the right server, and ca.pem the one of this run? `diloco certs show` on the "
+        "server's host; --certs names the folder with ca.pem.",
+    )
+
+
+_ALERTS = (
+    (("certificate required", "CertificateRequired"), "asks for a client certificate"),
+    (("certificate revoked", "CertificateRevoked"), "says that this certificate was revoked"),
+    (("certificate expired", "CertificateExpired"), "says that this certificate has expired"),
+    (
+        ("unknown ca", "UnknownCA", "bad certificate", "BadCertificate", "DecryptError"),
+        "does not know who signed this certificate",
+    ),
+    (("protocol version", "ProtocolVersion"), "speaks TLS 1.3 only"),
+)
+
+
+def _our_certificate(url: str, identity: Credentials, said: str) -> SpecError | None:
+    for signs, what in _ALERTS:
+        if any(sign in said for sign in signs):
+            shown = identity.certificate or "none was shown"
+            return SpecError(
+                f"{url} {what} ({shown}).",
+                hint="`diloco certs issue` on the server's host makes a new one; name its folder "
+                "with --certs.",
+            )
+    return None
+
+
+def _listen(url: str, identity: Credentials) -> str:
+    """Opens a connection and says nothing, so that a refusal can be heard."""
+    where = urlsplit(url)
+    try:
+        with (
+            socket.create_connection(
+                (where.hostname or "", where.port or 443), PROBE_SECONDS
+            ) as plain,
+            identity.context().wrap_socket(plain, server_hostname=where.hostname) as secure,
+        ):
+            secure.settimeout(PROBE_SECONDS / 3)
+            with suppress(TimeoutError):
+                secure.recv(1)
+    except (OSError, ssl.SSLError, DilocoError) as error:
+        return str(error)
+    return ""
+
+
+def _whole(failure: BaseException | None) -> str:
+    """Everything that is said about a failure; the carriers put the reason at the far end."""
+    said = []
+    while failure is not None and len(said) < 8:
+        said.append(f"{failure} {getattr(failure, 'details', '')}")
+        failure = failure.__cause__ or failure.__context__
+    return " ".join(said)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: OSError | ssl.SSLError) -> SpecError:
+    return SpecError(
+        f"{path} cannot be used: {error.strerror or error}.",
+        hint="Copy the whole folder that `diloco certs issue` made.",
+    )
+
+
+def _is_this_host(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

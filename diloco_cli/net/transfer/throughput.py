@@ -1,0 +1,197 @@
+"""How fast is this link, and what follows from it?
+
+    rate      bytes a second of all its connections, from what they moved last
+    lifetime  how long connections live before they break, if they do
+    part      what a connection moves in `aim` seconds, a quarter of a lifetime at most
+    lanes     connections at once: as many as find parts worth a request of their own
+    seconds   how long a body may take before it is given up
+
+A part that breaks off is sent again from its beginning, so parts are short beside the
+time a connection lives. Where nothing is known yet, parts start small and grow.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+PART_BYTES = 32_000_000
+"""The largest part; a body up to this size travels in one piece while the link holds."""
+
+LEAST_PART_BYTES = 256_000
+"""Below this a request costs more than it carries."""
+
+MOST_LANES = 4
+"""One connection tops out at what the kernel buffers: at 1 Gbit/s and 50 ms less than half."""
+
+NEAR_SECONDS = 0.005
+"""A round trip on a local network: there one connection fills the line, and more are in its way."""
+
+NEAR_LANES = 2
+"""Enough to read and check the next part while one is on its way."""
+
+AIM_SECONDS = 0.5
+"""What a part should take: long beside a round trip, short beside a connection's life."""
+
+SHORTEST_AIM = 0.05
+FRAGILE_SECONDS = 60.0
+"""A link whose connections live shorter than this is not trusted with long bodies."""
+
+SAME_BREAK = 0.2
+"""Seconds; connections that break so soon after each other broke together."""
+
+GROWTH = 4.0
+"""How much larger the next part may be than what was moved last."""
+
+PATIENCE = 4.0
+"""A body may take so many times as long as the measured rate says."""
+
+WORTH_MEASURING = 64_000
+"""Bytes; what is shorter says more about latency than about rate."""
+
+
+class Throughput:
+    """What is known about one direction of a link. Any thread may use it."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        answer: float,
+        slowest: float,
+        part_bytes: int = PART_BYTES,
+        lanes: int = MOST_LANES,
+        say: Callable[[str], None] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`answer` seconds belong to every call; `slowest` bytes a second is assumed at first."""
+        self.name = name
+        self.part_bytes, self.most_lanes = part_bytes, lanes
+        self.least = min(LEAST_PART_BYTES, part_bytes)
+        self.rate: float | None = None
+        self._answer, self._slowest = answer, slowest
+        self._grown = float(self.least)
+        self._lifetime = math.inf
+        self._since: float | None = None
+        self._round_trip = math.inf
+        self._say, self._now = say, now
+        self._lock = threading.Lock()
+
+    @property
+    def lifetime(self) -> float:
+        """Seconds between two breaks, or since the last one if that is longer already."""
+        if self._since is None or math.isinf(self._lifetime):
+            return math.inf
+        return max(self._lifetime, self._now() - self._since)
+
+    @property
+    def aim(self) -> float:
+        """How long a part should take."""
+        return max(SHORTEST_AIM, min(AIM_SECONDS, self.lifetime / 4))
+
+    def short(self, size: int) -> bool:
+        """Whether a body of this size is so short on this link that it travels in one piece."""
+        if self.rate is None or size > self.part_bytes:
+            return False
+        return self.lifetime >= FRAGILE_SECONDS or size <= self.aim * self.rate
+
+    def answered(self, seconds: float) -> None:
+        """Takes note of how long a call without a body took."""
+        self._round_trip = min(self._round_trip, seconds)
+
+    def moved(self, size: int, seconds: float, *, lanes: int = 1) -> None:
+        """Takes note of what arrived over one connection while `lanes` were in use."""
+        if size < min(WORTH_MEASURING, self.least):
+            return
+        found = lanes * size / max(seconds, 1e-6)
+        with self._lock:
+            first = self.rate is None
+            if self.rate is None:
+                self.rate = found
+            elif found > self.rate or seconds >= self.aim / 2:
+                # A part that was over at once says more about the round trip than about the rate.
+                self.rate = (self.rate + found) / 2
+            self._grown = max(self._grown, GROWTH * size)
+            if self._since is None:
+                self._since = self._now()
+        if first and self._say:
+            self._say(f"{self.name}: {self}")
+
+    def broke(self, *, slow: bool = False) -> None:
+        """Takes note of a body that did not arrive; `slow`: because its time was over."""
+        with self._lock:
+            now = self._now()
+            lived = now - self._since if self._since is not None else AIM_SECONDS
+            self._since = now
+            if lived < SAME_BREAK:
+                return
+            self._lifetime = lived if math.isinf(self._lifetime) else (self._lifetime + lived) / 2
+            self._grown = max(self.least, self.part() / 2)
+            if slow and self.rate is not None:
+                self.rate /= 2
+
+    def lanes(self, size: int) -> int:
+        """How many connections a body of this size is worth."""
+        if self.rate is None:
+            return 1
+        most = NEAR_LANES if self._round_trip < NEAR_SECONDS else self.most_lanes
+        worth = math.floor(self.aim * self.rate / self.least)
+        return max(1, min(most, self.most_lanes, worth, math.ceil(size / self.least)))
+
+    def part(self, lanes: int = 1) -> int:
+        """How long the next part should be while `lanes` connections are in use."""
+        if self.rate is None:
+            return self.least
+        fitting = min(self.part_bytes, self._grown, self.aim * self.rate / lanes)
+        return int(max(self.least, fitting))
+
+    def seconds(self, size: int, *, lanes: int = 1) -> float:
+        """How long a body may take over one of `lanes` connections before it is given up."""
+        if self.rate is None:
+            return self._answer + size / self._slowest
+        return self._answer + PATIENCE * size * lanes / self.rate
+
+    def __str__(self) -> str:
+        """For people: the rate and what follows from it."""
+        if self.rate is None:
+            return "nothing measured yet"
+        return (
+            f"{self.rate / 1e6:.3g} MB/s, {self.lanes(self.part_bytes)} connections, "
+            f"parts of {self.part(self.lanes(self.part_bytes)) / 1e6:.3g} MB; "
+            f"{self.part_bytes / 1e6:.3g} MB are given up after "
+            f"{self.seconds(self.part_bytes):.0f} s"
+        )
+
+
+class Throttle:
+    """Lets bytes pass at a rate, in bits a second, shared by all who ask."""
+
+    def __init__(
+        self,
+        rate: float,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        if not rate > 0:
+            raise ValueError(f"a rate limit of {rate:g} bit/s lets nothing pass")
+        self.bytes_per_second = rate / 8
+        self._now, self._wait = now, wait
+        self._free_at = now()
+        self._lock = threading.Lock()
+
+    @property
+    def piece(self) -> int:
+        """Bytes worth asking for at a time: a twentieth of a second."""
+        return int(max(1 << 10, min(1 << 18, self.bytes_per_second / 20)))
+
+    def take(self, count: int) -> None:
+        """Returns when so many more bytes may go."""
+        with self._lock:
+            start = max(self._now(), self._free_at)
+            self._free_at = start + count / self.bytes_per_second
+        pause = start - self._now()
+        if pause > 0:
+            self._wait(pause)

@@ -1,0 +1,197 @@
+"""Will it do? What a run needs, what to expect of it, what holds it up, what to change.
+
+needs        closed form, from the spec's own model, fragments and codecs
+expectation  a rehearsal of some exchanges over the links that were given
+advice       the mildest changes with which the lines suffice, each with its price
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diloco_cli.net.connection import Timeouts
+from diloco_cli.net.transfer.throughput import PATIENCE, Throughput
+from diloco_cli.plan.advice import Advice, advised, followed, pasted
+from diloco_cli.plan.needs import Bound, MemoryNeeds, TrafficNeeds, bounds, memory, traffic
+from diloco_cli.sim.outcome import SimulationOutcome
+from diloco_cli.sim.scenario import Scenario
+from diloco_cli.sim.simulator import simulate
+from diloco_cli.sim.world import World, scenario_of
+from diloco_cli.spec.schema import RunSpec
+
+Seconds = float
+CYCLES = 12
+"""Exchanges of the whole model that are rehearsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeOut:
+    name: str
+    seconds: Seconds
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    spec: RunSpec
+    scenario: Scenario
+    target: float
+    memory: MemoryNeeds
+    needs: TrafficNeeds
+    expected: SimulationOutcome
+    bounds: list[Bound]
+    advice: list[Advice]
+    better: SimulationOutcome | None
+    """What to expect once the advice is taken."""
+    unbroken: float
+    """Share of the time that a region is not down or doing lost steps again."""
+    time_outs: list[TimeOut]
+    assumptions: list[str]
+
+    @property
+    def goodput(self) -> float:
+        """Share of the regions' time that failures leave."""
+        return self.expected.goodput_time * self.unbroken
+
+    @property
+    def tokens_per_day(self) -> float:
+        return tokens_per_day(self.expected) * self.unbroken
+
+    @property
+    def day(self) -> tuple[float, float]:
+        """Bytes that one region sends and fetches in a day, as rehearsed."""
+        share = 86400 / self.expected.seconds / len(self.scenario.sites) * self.unbroken
+        return self.expected.bytes_up * share, self.expected.bytes_down * share
+
+    @property
+    def days(self) -> float:
+        rate = self.tokens_per_day
+        return self.spec.budget.tokens / rate if rate else math.inf
+
+    @property
+    def binding(self) -> str:
+        """What holds the run up, in words."""
+        worst = self.bounds[0]
+        if worst.load > 1:
+            return f"{worst.words}: rounds come at {1 / worst.load:.0%} of the pace asked for"
+        if self.unbroken < 0.9:
+            return f"failures: {1 - self.unbroken:.0%} of the regions' time is lost to them"
+        return (
+            "the regions' own speed: no line and no core is short "
+            f"(the busiest is used to {worst.load:.0%}: {worst.words})"
+        )
+
+
+def tokens_per_day(outcome: SimulationOutcome) -> float:
+    """Once under way: the first third, in which fragments are called for the first time, is not
+    counted."""
+    points = [point for point in outcome.timeline if point[0] >= outcome.seconds / 3]
+    if len(points) < 2 or points[-1][0] <= points[0][0]:
+        return outcome.tokens / outcome.seconds * 86400
+    (began, first, _), (ended, last, _) = points[0], points[-1]
+    return (last - first) / (ended - began) * 86400
+
+
+def plan(spec: RunSpec, world: World, *, target: float = 0.95) -> Plan:
+    """Answers everything about a run before it begins."""
+    # Some exchanges are too short a time to meet rare failures in: those are reckoned.
+    calm = replace(world, mtbf=math.inf, server_mtbf=math.inf)
+    scenario, said = _rehearsed(spec, calm)
+    needs = traffic(scenario, target)
+    advice = advised(spec, scenario, target)
+    return Plan(
+        spec,
+        scenario,
+        target,
+        memory(spec, scenario),
+        needs,
+        simulate(scenario),
+        bounds(scenario, needs, world.cores),
+        advice,
+        simulate(_rehearsed(followed(spec, advice), calm)[0]) if advice else None,
+        unbroken(world),
+        time_outs(spec, scenario, needs),
+        [*said, f"{CYCLES} exchanges of the model were rehearsed, seed {world.seed}"],
+    )
+
+
+def unbroken(world: World) -> float:
+    """What failures leave of a region's time; half a checkpoint's distance is done again."""
+    recovery = world.recovery
+    lost = recovery.detect + recovery.restart + recovery.checkpoint / 2
+    return 1 / (1 + lost / world.mtbf)
+
+
+def _rehearsed(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
+    scenario, said = scenario_of(spec, world)
+    cycle = spec.sync.every * max(site.step for site in scenario.sites)
+    seconds = world.duration or CYCLES * cycle
+    return replace(scenario_of(spec, replace(world, duration=seconds))[0], budget=math.inf), said
+
+
+# Time-outs
+
+
+def time_outs(spec: RunSpec, scenario: Scenario, needs: TrafficNeeds) -> list[TimeOut]:
+    """What the run will wait for, and how long, from the code that waits."""
+    waits, lease = Timeouts(), spec.server.lease
+    found = [
+        TimeOut("connect", waits.connect, "for a connection; fixed"),
+        TimeOut("answer", waits.answer, "for an answer, without the time a body takes; fixed"),
+        TimeOut("lease", lease, "of silence until a region counts as gone (server.lease)"),
+        TimeOut("heartbeat", lease / 4, "between two at most: a quarter of the lease"),
+    ]
+    slow = min(scenario.sites, key=lambda site: site.link.rate)
+    for way, size in (("up", needs.fragment_up), ("down", needs.fragment_down)):
+        gauge = Throughput(way, answer=waits.answer, slowest=waits.slowest_bytes_per_second)
+        found.append(
+            TimeOut(
+                f"fragment {way}, at first",
+                gauge.seconds(int(size)),
+                f"{waits.slowest_bytes_per_second / 1e3:.0f} kB/s are assumed until the link is "
+                "measured",
+            )
+        )
+        if math.isfinite(slow.link.rate):
+            gauge.rate = slow.link.rate / 8
+            found.append(
+                TimeOut(
+                    f"fragment {way}, then",
+                    gauge.seconds(int(size)),
+                    f"{PATIENCE:g} times what {size / 1e6:.3g} MB take at the measured rate, and "
+                    "an answer",
+                )
+            )
+    return found
+
+
+def as_data(found: Plan) -> dict[str, Any]:
+    """The whole answer as plain data."""
+    from diloco_cli.plan import needs
+
+    expected = found.expected
+    return {
+        "run": found.spec.name,
+        "parameters": found.scenario.parameters,
+        "fragments": list(found.scenario.sizes),
+        "step_seconds": {site.name: site.step for site in found.scenario.sites},
+        "target": found.target,
+        "memory": needs.as_data(found.memory),
+        "traffic": needs.as_data(found.needs),
+        "expected": {
+            **expected.as_data(),
+            "goodput": found.goodput,
+            "bytes_per_day": {"up": found.day[0], "down": found.day[1]},
+            "tokens_per_day": found.tokens_per_day,
+            "days_to_budget": found.days,
+        },
+        "binding": found.binding,
+        "bounds": [needs.as_data(bound) for bound in found.bounds],
+        "advice": [needs.as_data(advice) for advice in found.advice],
+        "spec_lines": pasted(found.spec, found.advice),
+        "with_advice": found.better.as_data() if found.better else None,
+        "time_outs": [needs.as_data(time_out) for time_out in found.time_outs],
+        "assumptions": found.assumptions,
+    }

@@ -1,0 +1,111 @@
+"""Short questions to a server: asked once, answered within seconds or not at all."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from typing import Any
+from urllib.parse import urlsplit
+
+from diloco_cli.errors import LinkError, WireError
+from diloco_cli.net.client import Client
+from diloco_cli.net.connection import Retry, Timeouts
+from diloco_cli.net.credentials import NOBODY, Credentials, Untrusted
+from diloco_cli.wire import messages
+
+ONCE = Retry(tries=1)
+LONGEST_ABOUT = 1 << 16
+SOON = Timeouts(connect=2.0, answer=5.0)
+HINT = "Is the server running, and is this the URL it printed? A tunnel may be down."
+
+
+class ShortCalls:
+    """Asks servers for their status, or to stop; keeps one connection while the URL stays."""
+
+    def __init__(self, identity: Credentials = NOBODY) -> None:
+        self._identity = identity
+        self._server: Client | None = None
+
+    def status(self, url: str) -> dict[str, Any]:
+        document = self._ask(url, "status")
+        if "state" not in document:
+            raise _somebody_else(url)
+        return document
+
+    def stop(self, url: str) -> None:
+        self._ask(url, "stop")
+
+    def close(self) -> None:
+        if self._server:
+            self._server.close()
+            self._server = None
+
+    def _ask(self, url: str, what: str) -> dict[str, Any]:
+        if self._server is None or self._server.url != url:
+            self.close()
+            self._server = Client(url, retry=ONCE, timeouts=SOON, identity=self._identity)
+        try:
+            return getattr(self._server, what)()
+        except LinkError as error:
+            # A connection to a server that died is no use to the one that follows it.
+            self.close()
+            if isinstance(error, Untrusted):
+                raise
+            if "not a diloco server" in error.message or _speaks_of_other_things(url):
+                raise _somebody_else(url) from error
+            # Who asks for the status need not be told to ask for the status.
+            hint = HINT if "diloco status" in (error.hint or "") else error.hint
+            if "broke" in error.message and _speaks_tls(url):
+                hint = f"It speaks TLS: try https{url.removeprefix('http')}, with --certs FOLDER."
+            raise LinkError(error.message, hint=hint) from error
+        except WireError as error:
+            if "JSON object" in error.message:
+                raise _somebody_else(url) from error
+            raise
+
+
+def _speaks_of_other_things(url: str) -> bool:
+    """Says whether another program's HTTP server has this address.
+
+    Most of those do not know HTTP/2, so to us they look like a connection that broke.
+    """
+    host, port = urlsplit(url).hostname, urlsplit(url).port
+    if not url.startswith("http://") or host is None:
+        return False
+    asked = http.client.HTTPConnection(host, port, timeout=SOON.connect)
+    try:
+        asked.request("GET", messages.RUN)
+        said = json.loads(asked.getresponse().read(LONGEST_ABOUT))
+    except (OSError, http.client.HTTPException):
+        return False
+    except ValueError:
+        return True
+    finally:
+        asked.close()
+    return not isinstance(said, dict) or not {"run", "error"} & set(said)
+
+
+def _speaks_tls(url: str) -> bool:
+    """Says whether a server that was asked in the clear would rather be asked over TLS."""
+    parts = urlsplit(url)
+    if parts.scheme != "http":
+        return False
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Nothing is said on it; who it is matters to the next call.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    where = (parts.hostname or "", parts.port or 80)
+    try:
+        with socket.create_connection(where, SOON.connect) as plain, context.wrap_socket(plain):
+            return True
+    except OSError:
+        return False
+
+
+def _somebody_else(url: str) -> LinkError:
+    return LinkError(
+        f"What answers at {url} is not a diloco server.",
+        hint="Compare the URL with the one that `diloco serve` printed; a proxy or another "
+        "program may have its port.",
+    )

@@ -1,0 +1,161 @@
+"""Can the server be reached from here, and is it the right one?"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from diloco_cli.errors import DilocoError
+from diloco_cli.net.connection import checked_url, make_client
+from diloco_cli.net.credentials import NOBODY, Credentials
+from diloco_cli.plan.needs import gbit
+from diloco_cli.plan.plan import Plan
+from diloco_cli.run.ask import ONCE, SOON
+from diloco_cli.run.doctor.host import Check
+from diloco_cli.run.doctor.probe import measure
+from diloco_cli.wire import messages
+from diloco_cli.wire.messages import WIRE_VERSION
+
+SKEW = 30.0
+"""Seconds between two clocks from which on logs and certificates mislead."""
+SOON_DAYS = 14
+
+
+def server(url: str, found: Plan | None, identity: Credentials = NOBODY) -> Iterator[Check]:
+    """Looks at the way to a server step by step; ends at the first that fails."""
+    url = checked_url(url)
+    for look in (_connect, lambda url: _certificate(url, identity)):
+        check = look(url)
+        yield check
+        if check.state == "fail":
+            return
+    try:
+        with make_client(url, timeouts=SOON, identity=identity) as client:
+            response = client.get(messages.RUN)
+    except httpx.HTTPError as error:
+        fix = "Compare the URL with the one that `diloco serve` printed; a proxy may be in between."
+        yield Check("HTTP/2", "fail", f"{url} does not speak it: {error}", fix)
+        return
+    yield _protocol(response)
+    yield _clock(response)
+    about = _about(response)
+    yield _wire(url, response, about)
+    if about is None:
+        return
+    if found is not None:
+        yield _same_run(about, found)
+    yield _way(url, found, identity)
+
+
+def _connect(url: str) -> Check:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        began = time.monotonic()
+        socket.create_connection((parts.hostname or "", port), timeout=SOON.connect).close()
+    except OSError as error:
+        fix = "Is the server up, and is a tunnel or a firewall in the way? Try it on its own host."
+        return Check("reachable", "fail", f"{parts.hostname}:{port}: {error}", fix)
+    took = 1000 * (time.monotonic() - began)
+    return Check("reachable", "ok", f"{parts.hostname}:{port} answers within {took:.1f} ms")
+
+
+def _certificate(url: str, identity: Credentials) -> Check:
+    parts = urlsplit(url)
+    if parts.scheme != "https":
+        local = parts.hostname in ("127.0.0.1", "localhost", "::1")
+        fix = "" if local else "Use a tunnel: everybody on the way can read and change what passes."
+        return Check("TLS", "ok" if local else "warn", "the connection is not encrypted", fix)
+    try:
+        context = identity.context()
+        with (
+            socket.create_connection(
+                (parts.hostname or "", parts.port or 443), SOON.connect
+            ) as raw,
+            context.wrap_socket(raw, server_hostname=parts.hostname) as secure,
+        ):
+            ends = ssl.cert_time_to_seconds(str((secure.getpeercert() or {}).get("notAfter")))
+    except ssl.SSLCertVerificationError as error:
+        fix = "Name the bundle from `diloco certs issue` with --certs, or renew the certificate."
+        return Check("TLS", "fail", f"the certificate is not trusted: {error.verify_message}", fix)
+    except (OSError, ValueError) as error:
+        return Check("TLS", "fail", f"no secure connection: {error}", "Is this an https server?")
+    days = (ends - time.time()) / 86400
+    said = f"the certificate is good for {days:.0f} more days"
+    return Check("TLS", "ok" if days > SOON_DAYS else "warn", said, "Renew it soon.")
+
+
+def _protocol(response: httpx.Response) -> Check:
+    if response.http_version != "HTTP/2":
+        fix = "A proxy in between must pass HTTP/2 on; large bodies crawl without it."
+        return Check("HTTP/2", "fail", f"answers come as {response.http_version}", fix)
+    return Check("HTTP/2", "ok", "spoken")
+
+
+def _clock(response: httpx.Response) -> Check:
+    try:
+        there = parsedate_to_datetime(response.headers["date"]).timestamp()
+    except (KeyError, ValueError, TypeError):
+        return Check("clock", "ok", "the server does not say what time it is")
+    apart = abs(time.time() - there)
+    said = f"{apart:.0f} s apart from the server's"
+    if apart > SKEW:
+        return Check("clock", "fail", said, "Start a time service: timedatectl set-ntp true.")
+    return Check("clock", "ok", said)
+
+
+def _about(response: httpx.Response) -> dict[str, Any] | None:
+    try:
+        about = response.json()
+    except ValueError:
+        return None
+    return about if isinstance(about, dict) and "run" in about else None
+
+
+def _wire(url: str, response: httpx.Response, about: dict[str, Any] | None) -> Check:
+    if about is None:
+        fix = "Compare the URL with the one that `diloco serve` printed."
+        if response.status_code in (401, 403):
+            fix = "Show who you are: --certs FOLDER, or DILOCO_TOKEN_FILE."
+        return Check("server", "fail", f"{url} answered {response.status_code}, no run", fix)
+    theirs = about.get("wire")
+    if theirs != WIRE_VERSION:
+        fix = "Install the same version of diloco on both sides."
+        return Check("wire", "fail", f"version {theirs} there, {WIRE_VERSION} here", fix)
+    return Check("wire", "ok", f"version {theirs} on both sides, run {about['run']}")
+
+
+def _same_run(about: dict[str, Any], found: Plan) -> Check:
+    from diloco_cli.assemble import resolve, shared_digest
+
+    ours = {
+        "spec_digest": shared_digest(found.spec),
+        "layout_digest": resolve(found.spec).layout.digest,
+    }
+    other = [key.partition("_")[0] for key, digest in ours.items() if about.get(key) != digest]
+    if other:
+        fix = "Give this host the server's spec; `GET /v1/run` shows what must agree."
+        return Check("spec", "fail", f"the server runs another {' and '.join(other)}", fix)
+    return Check("spec", "ok", "the server runs the same")
+
+
+def _way(url: str, found: Plan | None, identity: Credentials) -> Check:
+    try:
+        way = measure(url, retry=ONCE, identity=identity)
+    except DilocoError as error:
+        return Check("link", "fail", error.message, error.hint or "")
+    said = f"{gbit(way.rate)} down, {1000 * way.round_trip:.1f} ms"
+    if found is None:
+        return Check("link", "ok", said)
+    need = found.needs.need_down
+    said += f"; {gbit(need)} keep {found.target:.0%} of the pace"
+    if way.rate < need:
+        return Check("link", "warn", said, "`diloco plan --probe` says what to change in the spec.")
+    return Check("link", "ok", said)

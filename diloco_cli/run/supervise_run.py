@@ -1,0 +1,393 @@
+"""One run on this machine: a server, a worker per region, and nobody left behind.
+
+    start the server ─▶ start the workers ─▶ watch ─▶ finished, or stopped, or hopeless
+                                               │
+             whatever died is started again ◀──┘
+
+The run's state lives in the folder and in the server; this module only starts, asks
+and tells. Killing it at any point loses nothing: its children stop by themselves, and
+the same command goes on where they stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from diloco_cli.errors import (
+    DilocoError,
+    LinkError,
+    QuorumLost,
+    RunFailed,
+    SpecError,
+    StoreError,
+    WireError,
+)
+from diloco_cli.launch.subprocesses import Launcher, Role
+from diloco_cli.launch.supervise import INCURABLE, Change, Patience, Supervisor
+from diloco_cli.observe.events import EventLog
+from diloco_cli.observe.terminal import ProgressDisplay
+from diloco_cli.run.folder import address_of, cannot_write, is_free, last_summary
+from diloco_cli.run.goal import StopCondition
+from diloco_cli.system.signals import Signals
+from diloco_cli.worker.handover import end_trainer
+from diloco_cli.worker.mailbox import Mailbox
+
+POLL_SECONDS = 1.0
+GRACE_SECONDS = 60.0
+"""For a worker to finish its step, its checkpoint and its mail."""
+PREDECESSOR_SECONDS = 60.0
+ENDED = ("finished", "stopped")
+
+_ERRORS: dict[int, type[DilocoError]] = {
+    kind.exit_code: kind
+    for kind in (RunFailed, SpecError, WireError, LinkError, StoreError, QuorumLost)
+}
+
+
+class ServerCalls(Protocol):
+    """How to reach a server; both raise LinkError when it does not answer."""
+
+    def status(self, url: str) -> dict[str, Any]: ...
+    def stop(self, url: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class LocalRunPlan:
+    """What to start here."""
+
+    folder: Path
+    regions: tuple[str, ...]
+    """Those with a worker on this machine."""
+
+    elsewhere: int
+    """How many regions of the run may join from other machines."""
+
+    quorum: int
+    serve: Role
+    work: Callable[[str, str], Role]
+    """Region and URL of the server to the worker's process."""
+
+    goal: StopCondition | None = None
+
+
+class LocalRun:
+    """Conducts one run and knows how it ended."""
+
+    def __init__(
+        self,
+        plan: LocalRunPlan,
+        launcher: Launcher,
+        link: ServerCalls,
+        progress: ProgressDisplay,
+        *,
+        patience: Patience | None = None,
+        grace: float = GRACE_SECONDS,
+        poll: float = POLL_SECONDS,
+    ) -> None:
+        self.plan = plan
+        self.status: dict[str, Any] = {}
+        self.progress = progress
+        self._launcher = launcher
+        self._link = link
+        self._patience = patience
+        self._grace = grace
+        self._poll = poll
+        # Nothing a server says before it first listens is cured by another start.
+        self._server = Supervisor(
+            launcher, plan.serve, patience=patience, incurable=frozenset(range(1, 128))
+        )
+        self._workers: dict[str, Supervisor] = {}
+        self._url = ""
+        self._log = EventLog(plan.folder / "events.jsonl", "run")
+        self._began = time.monotonic()
+        self._empty_since: float | None = None
+        self._why = ""
+        """Why the run was stopped, where we know better than its server."""
+
+    def conduct(self) -> int:
+        """Runs to the end and says the exit code; raises what made it impossible."""
+        with Signals() as signals:
+            # Until they are gone this folder is theirs: nothing in it may be ended or written.
+            self._await_predecessors(signals)
+            if signals.count:
+                return signals.exit_code
+            try:
+                self._start(signals)
+                return self._watch(signals)
+            except OSError as error:
+                raise cannot_write(self.plan.folder, error) from error
+            except DilocoError as error:
+                self._why = _first_line(error.message)
+                raise
+            finally:
+                self._leave_nobody(signals)
+                self._log.close()
+                self._sum_up()
+
+    # -- start ------------------------------------------------------------------------
+
+    def _await_predecessors(self, signals: Signals) -> None:
+        """Waits for what a killed `diloco run` left draining in this folder."""
+        folder = self.plan.folder
+        locks = {"server": folder / "server" / "lock"}
+        locks |= {name: folder / "regions" / name / "lock" for name in self.plan.regions}
+        deadline = time.monotonic() + PREDECESSOR_SECONDS
+        told = False
+        while busy := [name for name, lock in locks.items() if not is_free(lock)]:
+            if not told:
+                self.progress.say(f"waiting for an earlier run to let go of: {', '.join(busy)}")
+                told = True
+            if time.monotonic() > deadline:
+                raise RunFailed(
+                    f"{folder} is in use: another process holds {', '.join(busy)}.",
+                    hint=f"`diloco stop {folder}` ends it; `ps ax | grep {folder}` shows it.",
+                )
+            if signals.count:
+                return
+            signals.pause(0.2)
+
+    def _start(self, signals: Signals) -> None:
+        self._server.start(now=time.monotonic())
+        while not signals.count and not self._ask():
+            for change in self._tend():
+                self._tell(change)
+            self._server_must_go_on()
+            signals.pause(0.1)
+        if signals.count:
+            return
+        self._server.incurable = INCURABLE
+        self.progress.say(f"server at {self._url}")
+        for region in self.plan.regions:
+            keeper = Supervisor(
+                self._launcher, self.plan.work(region, self._url), patience=self._patience
+            )
+            keeper.start(now=time.monotonic())
+            self._workers[region] = keeper
+
+    def _find_server(self) -> bool:
+        """Says whether the server we started listens, and remembers where."""
+        address = address_of(self.plan.folder)
+        handle = self._server.handle
+        if handle is None or address.get("pid") != handle.pid:
+            return False
+        url = str(address.get("url"))
+        if self._url and url != self._url:
+            # A restarted server could not have its port back, so the workers must follow it.
+            for region, keeper in self._workers.items():
+                keeper.move(self.plan.work(region, url))
+        self._url = url
+        return True
+
+    # -- watch ------------------------------------------------------------------------
+
+    def _watch(self, signals: Signals) -> int:
+        while True:
+            for change in self._tend():
+                self._tell(change)
+            if signals.count:
+                self._why = f"{signals.name} received"
+                self._wind_down(signals, "stopping; once more kills at once")
+                return signals.exit_code
+            fresh = self._ask()
+            if fresh:
+                self.progress.show(fresh)
+                if fresh.get("state") in ENDED:
+                    self._server.retire()  # It goes by itself when everybody has heard.
+            self._server_must_go_on()
+            if self._all_over(fresh):
+                return 0
+            if why := self._reason_to_stop(fresh):
+                self._why = why
+                self._wind_down(signals, f"{why}; stopping")
+                return signals.exit_code if signals.count else 0
+            signals.pause(self._until_next_look())
+
+    def _all_over(self, fresh: dict[str, Any] | None) -> bool:
+        """Says whether the run ended as it should; raises when it can never end."""
+        left = [keeper for keeper in self._workers.values() if keeper.over]
+        if self._state() in ENDED and len(left) == len(self._workers):
+            return True
+        if self._server.state == "done":
+            if self._state() not in ENDED:
+                self.progress.say("the server was stopped; stopping the workers")
+            return True
+        possible = self.plan.elsewhere + len(self._workers) - len(left)
+        # Only a server that answers now can know that nothing is over yet: the workers of
+        # a finished run leave before we have heard of its end.
+        if possible >= self.plan.quorum or not fresh or fresh.get("state") in ENDED:
+            self._empty_since = None
+            return False
+        self._quorum_is_lost(left, possible)
+        return False
+
+    def _quorum_is_lost(self, left: Sequence[Supervisor], possible: int) -> None:
+        failed = [keeper for keeper in left if keeper.state == "gone"]
+        if not failed:
+            # Everybody left politely. A run that is being stopped looks like this for a moment.
+            self._empty_since = self._empty_since or time.monotonic()
+            if time.monotonic() - self._empty_since < self._grace / 2:
+                return
+        if failed and possible == 0 and len({keeper.code for keeper in left}) == 1:
+            raise error_like(failed[0].code or 1, failed[0].role.name, failed[0].why)
+        reasons = "; ".join(f"{k.role.name}: {_first_line(k.why)}" for k in failed)
+        raise QuorumLost(
+            f"{possible} of the regions can still contribute, a round needs {self.plan.quorum}"
+            f" ({reasons or 'all others have left'}).",
+            hint=f"Look into {self.plan.folder / 'logs'}; the same command goes on from here.",
+        )
+
+    def _server_must_go_on(self) -> None:
+        if self._server.state == "gone":
+            raise error_like(self._server.code or 1, "the server", self._server.why)
+
+    def _reason_to_stop(self, fresh: dict[str, Any] | None) -> str:
+        """Says why the run is over before its budget; empty while it is not."""
+        goal, seconds = self.plan.goal, time.monotonic() - self._began
+        return (
+            f"reached --until {goal}" if goal and goal.reached(self.status, seconds=seconds) else ""
+        )
+
+    def _until_next_look(self) -> float:
+        return self._poll
+
+    def _state(self) -> str:
+        """Says the run's state from the newest source: the server, or what it wrote last."""
+        if self._server.over:
+            return str(last_summary(self.plan.folder).get("state") or self.status.get("state"))
+        return str(self.status.get("state"))
+
+    def _tend(self) -> Iterator[Change]:
+        for keeper in (self._server, *self._workers.values()):
+            if change := keeper.tend(now=time.monotonic()):
+                yield change
+
+    def _ask(self) -> dict[str, Any] | None:
+        if self._server.state != "running" or not self._find_server():
+            return None
+        try:
+            self.status = self._link.status(self._url)
+        except (LinkError, WireError):
+            return None
+        for region in self.status.get("regions") or []:
+            if failed := self._failed.get(region.get("name")):
+                region["failed"] = failed
+        return self.status
+
+    @property
+    def _failed(self) -> dict[str, str]:
+        """Regions whose worker is not started again, each with its last words."""
+        gone = {name: keeper for name, keeper in self._workers.items() if keeper.state == "gone"}
+        return {name: _first_line(keeper.why) for name, keeper in gone.items()}
+
+    def _tell(self, change: Change) -> None:
+        server = change.name == "server"
+        region = {} if server else {"region": change.name}
+        facts = {"code": change.code, "why": change.why, "restarts": change.restarts}
+        if change.what == "died":
+            self.progress.say(
+                f"{change.name} died: {_first_line(change.why)}; again in {change.delay:.0f} s"
+            )
+        elif change.what == "restarted":
+            self._log.note(f"{'server' if server else 'worker'}-restarted", **region, **facts)
+            self.progress.say(f"{change.name} runs again (restart {change.restarts})")
+        elif change.what == "gone" and not server:
+            self._log.note("worker-gone", **region, **facts)
+            self.progress.say(f"{change.name} cannot go on: {change.why}")
+        elif change.what == "left" and not server and self._state() == "training":
+            self.progress.say(f"the worker of {change.name} has ended")
+
+    # -- end --------------------------------------------------------------------------
+
+    def _wind_down(self, signals: Signals, why: str) -> None:
+        """Lets the run drain: the server tells the workers, each leaves when it is done."""
+        self.progress.say(why)
+        for keeper in (self._server, *self._workers.values()):
+            keeper.retire()
+        if not self._ask_to_stop():
+            for keeper in self._workers.values():
+                if keeper.handle:
+                    keeper.handle.ask()
+        deadline = time.monotonic() + self._grace
+        while not all(keeper.over for keeper in self._workers.values()):
+            if signals.impatient or time.monotonic() > deadline:
+                return
+            for change in self._tend():
+                self._tell(change)
+            if fresh := self._ask():
+                self.progress.show(fresh)
+            signals.pause(0.2)
+
+    def _ask_to_stop(self) -> bool:
+        try:
+            if self._url:
+                self._link.stop(self._url)
+            return bool(self._url)
+        except (LinkError, WireError):
+            return False
+
+    def _leave_nobody(self, signals: Signals) -> None:
+        """Stops what still runs: workers first, so that their last words find a server."""
+        grace = 0.0 if signals.impatient else self._grace
+        for keepers in (list(self._workers.values()), [self._server]):
+            handles = [keeper.handle for keeper in keepers if keeper.handle]
+            self._launcher.stop(handles, grace=grace, hurry=lambda: signals.impatient)
+        # A trainer that outlived a killed worker is in no group of ours.
+        for region in self.plan.regions:
+            end_trainer(Mailbox(self.plan.folder / "regions" / region))
+
+    def summary(self) -> dict[str, Any]:
+        """What the run came to; empty if it never came to anything."""
+        return last_summary(self.plan.folder)
+
+    def _sum_up(self) -> None:
+        """Adds to the server's summary what only we know, or writes down what is known."""
+        before = last_summary(self.plan.folder)
+        found = before or self._without_summary()
+        if found.get("state") == "stopped" and self._why:
+            found = {**found, "why": self._why, "regions_go_on": False}
+        regions = dict(found.get("regions") or {})
+        for name, failed in self._failed.items():
+            regions[name] = {**regions.get(name, {}), "failed": failed}
+        if found and regions:
+            found = {**found, "regions": regions}
+        if found != before:
+            with contextlib.suppress(OSError):
+                write_json(self.plan.folder / "summary.json", found)
+
+    def _without_summary(self) -> dict[str, Any]:
+        if not self.status:
+            return {"state": "stopped", "why": self._why} if self._why else {}
+        state = self.status.get("state")
+        return {
+            **{key: self.status.get(key) for key in _SUMMARY},
+            "state": state if state in ENDED else "stopped",
+            "wall_seconds": round(time.monotonic() - self._began, 1),
+        }
+
+
+_SUMMARY = ("run", "name", "tokens", "loss", "outer_steps", "wire", "goodput", "goodputs")
+
+
+def error_like(code: int, who: str, why: str) -> DilocoError:
+    """Makes a child's failure our own: same exit code, its words and its hint."""
+    message, _, hint = why.partition("\nhint: ")
+    kind = _ERRORS.get(code, RunFailed)
+    said = message.strip() or f"it ended with code {code}"
+    return kind(f"{who}: {said}" if who else said, hint=hint.strip() or None)
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(document, indent=2) + "\n")
+    os.replace(draft, path)
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]

@@ -1,0 +1,223 @@
+"""The ASGI application: routes, the checks before them, words for whatever goes wrong."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from starlette.convertors import IntegerConvertor, register_url_convertor
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from diloco_cli.errors import StoreError, WireError
+from diloco_cli.server.access.roles import AccessCheck
+from diloco_cli.server.access.tokens import TokenList
+from diloco_cli.server.http.audit import Audit, Watched
+from diloco_cli.server.http.calls import CALLS, Call
+from diloco_cli.server.http.handlers import Routes
+from diloco_cli.server.http.limits import Quota
+from diloco_cli.server.intake.body import LimitedReceive
+from diloco_cli.server.refusals import HEADERS, HttpRefusal
+from diloco_cli.server.rounds.coordinator import Coordinator, other_wire
+from diloco_cli.server.store.durable import DiskFull, ReadOnly
+from diloco_cli.wire.frame import most_bytes
+from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, WIRE_VERSION
+
+
+class Whole(IntegerConvertor):
+    """A number in a path; Python refuses to read one of thousands of digits."""
+
+    regex = "[0-9]{1,18}"
+
+
+register_url_convertor("int", Whole())
+
+
+def make_app(
+    coordinator: Coordinator,
+    *,
+    events: Path,
+    url: Callable[[], str],
+    keyring: TokenList | None = None,
+) -> Guarded:
+    """Makes the ASGI application of a coordinator.
+
+    `events` is the path of the run log; `url` says where the server can be reached. Without
+    a keyring anybody may do anything, which is for the loopback address only.
+    """
+    routes, access = Routes(coordinator, events, url), AccessCheck(keyring)
+    recipe = coordinator.state.recipe
+    quota = Quota(sum(most_bytes(size, recipe.up) for size in recipe.sizes))
+    table = [
+        Route(call.path, _endpoint(routes, call, access, quota), methods=[call.method])
+        for call in CALLS
+    ]
+    return Guarded(
+        Table(table),
+        coordinator,
+        Audit(events.with_name("audit.jsonl")),
+        access,
+    )
+
+
+class Table:
+    """Finds the call of a request and sends its answer.
+
+    Starlette's own application does that in nine layers, each around every message. They
+    cost more than many an answer, and what they catch is caught in the endpoints.
+    """
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self.routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._answer(scope, receive, send)
+        await response(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> Response:
+        allowed: set[str] = set()
+        for route in self.routes:
+            match, found = route.matches(scope)
+            if match == Match.FULL:
+                scope.update(found)
+                return await route.endpoint(Request(scope, receive, send))
+            if match == Match.PARTIAL:
+                allowed |= route.methods or set()
+        if allowed:
+            return answer_error(_not_allowed(scope["method"], allowed))
+        return answer_error(
+            HttpRefusal("not-found", f"There is no call at {scope['path']:.80}.", LISTED)
+        )
+
+
+LISTED = "GET /openapi.json lists the calls."
+
+
+def _not_allowed(method: str, allowed: set[str]) -> HttpRefusal:
+    may = ", ".join(sorted(allowed))
+    said = f"{method:.20} is not for this path, which takes {may}."
+    return HttpRefusal("not-allowed", said, LISTED, headers={"allow": may})
+
+
+def _endpoint(
+    routes: Routes, call: Call, access: AccessCheck, quota: Quota
+) -> Callable[[Request], Awaitable[Response]]:
+    """Checks a request, lets the call answer, and puts failures into words."""
+    handler, run = getattr(routes, call.name), routes.state.store.run
+
+    async def endpoint(request: Request) -> Response:
+        request.state.call = call.name
+        try:
+            access.check(call, request)
+            if call.wire or call.region:
+                _check_wire(request)
+            _check_run(request, run, must=call.region)
+            with _counted(quota, call, request):
+                return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=400)  # Nobody is there to read it.
+        except Exception as error:
+            if isinstance(error, DiskFull):
+                routes.state.no_room("upload", error)
+            request.state.code = _denied(error).code
+            return answer_error(error)
+
+    return endpoint
+
+
+def _counted(quota: Quota, call: Call, request: Request) -> AbstractContextManager[None]:
+    """Counts an upload among those of its region while it lasts."""
+    if not (call.epoch and call.sends):
+        return nullcontext()
+    length = request.headers.get("content-length", "")
+    size = int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0
+    return quota.taken(request.path_params["region"], size)
+
+
+def _check_wire(request: Request) -> None:
+    theirs = request.headers.get(WIRE_HEADER)
+    if theirs != str(WIRE_VERSION):
+        raise other_wire(theirs[:20] if theirs else f"an unnamed one (`{WIRE_HEADER}` is missing)")
+
+
+def _check_run(request: Request, run: str, *, must: bool) -> None:
+    named = request.headers.get(RUN_HEADER)
+    if named is None and must:
+        raise HttpRefusal("bad-request", f"The header `{RUN_HEADER}` is missing.", HEADERS)
+    if named is not None and named != run:
+        raise HttpRefusal(
+            "other-run",
+            f"This server runs {run}, the request is for {named[:80]}.",
+            "Is the URL right? A region's folder belongs to one run; use another --dir.",
+        )
+
+
+class Guarded:
+    """Counts the requests under way, writes down who did what, and at the end turns all away."""
+
+    def __init__(
+        self, app: ASGIApp, coordinator: Coordinator, audit: Audit, access: AccessCheck
+    ) -> None:
+        self.app = app
+        self.state = coordinator.state
+        self.under_way = 0
+        self.audit, self.met, self._access = audit, access.met, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        self.under_way += 1
+        incoming = LimitedReceive(receive)
+        watched = Watched(scope, incoming, send)
+        try:
+            if self.state.closed:
+                await answer_error(closing())(scope, incoming, send)
+            else:
+                await self._answer(scope, incoming, watched)
+            if scope["method"] in ("PUT", "POST"):
+                await incoming.linger()
+        finally:
+            incoming.close()
+            self.under_way -= 1
+
+    async def _answer(self, scope: Scope, incoming: LimitedReceive, watched: Watched) -> None:
+        try:
+            await self.app(scope, incoming, watched.send)
+        finally:
+            self._access.left(watched.state.get("counted"))
+            watched.note(self.audit)
+
+
+def answer_error(error: Exception) -> Response:
+    """Turns what went wrong into an error body."""
+    denied = _denied(error)
+    return JSONResponse(denied.body, denied.status, denied.headers)
+
+
+def _denied(error: Exception) -> HttpRefusal:
+    if isinstance(error, HttpRefusal):
+        return error
+    if isinstance(error, DiskFull):
+        code = "read-only" if isinstance(error, ReadOnly) else "no-room"
+        return HttpRefusal(code, error.message, error.hint, headers={"retry-after": "5"})
+    if isinstance(error, StoreError):
+        return closing()
+    if isinstance(error, WireError):
+        return HttpRefusal("bad-request", error.message, error.hint)
+    traceback.print_exception(error, file=sys.stderr)
+    return HttpRefusal("failed", f"{type(error).__name__}: {error}", "See the server's log.")
+
+
+def closing() -> HttpRefusal:
+    """The server is on its way out."""
+    return HttpRefusal(
+        "closing",
+        "This server is about to stop.",
+        "It can be started again with the same command; regions wait for it.",
+        headers={"retry-after": "5"},
+    )

@@ -1,0 +1,124 @@
+"""Who took what, who brought what, who was turned away: one JSON line each.
+
+    {"time": …, "who": "upload:paris", "peer": "203.0.113.7", "call": "contribute",
+     "path": "/v1/fragments/0/contributions/paris/3-4", "status": 201, "outcome": "accepted",
+     "code": null, "bytes_in": 103412, "bytes_out": 74, "digest": "9f…", "range": null}
+
+The files are 0600, never longer than `MOST_BYTES` each, and the oldest of `KEPT` goes when a
+new one is begun. They hold no token, no key and no weight.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.types import Message, Scope, Send
+
+from diloco_cli.server.intake.body import LimitedReceive
+
+MOST_BYTES = 8 << 20
+KEPT = 8
+LONGEST = 200
+
+ITEMS = frozenset({"join", "contribute", "contribute_part", "version", "weights", "stop"})
+"""Calls of which every answer is written down; of the others, only what was not allowed."""
+
+DOWNLOADS = frozenset({"version", "weights"})
+
+
+class Audit:
+    """Appends to one file and begins the next when it is full."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        most: int = MOST_BYTES,
+        kept: int = KEPT,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path, self._most, self._kept, self._clock = path, most, kept, clock
+        self._handle, self._size, self._failed = -1, 0, False
+
+    def write(self, **facts: Any) -> None:
+        """Adds a line; a disk that refuses it is said once and stops nobody."""
+        line = json.dumps({"time": round(self._clock(), 3), **facts}).encode() + b"\n"
+        try:
+            if self._handle >= 0 and self._size + len(line) > self._most:
+                self._turn()
+            if self._handle < 0:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                self._handle = os.open(self.path, flags, 0o600)
+                self._size = os.fstat(self._handle).st_size
+            self._size += os.write(self._handle, line)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                said = f"{self.path} cannot be written: {error.strerror}; going on without it"
+                print(said, file=sys.stderr, flush=True)
+            self._failed = True
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
+
+    def _turn(self) -> None:
+        """Moves audit.jsonl to audit.jsonl.1, that to .2, and so on."""
+        self.close()
+        for number in range(self._kept - 1, 0, -1):
+            older = self.path.with_name(f"{self.path.name}.{number}")
+            newer = older.with_name(f"{self.path.name}.{number - 1}") if number > 1 else self.path
+            if newer.exists():
+                os.replace(newer, older)
+
+
+class Watched:
+    """One request on its way through: what came in, what went out, how it ended."""
+
+    def __init__(self, scope: Scope, incoming: LimitedReceive, send: Send) -> None:
+        self._scope, self._incoming, self._send = scope, incoming, send
+        self._out = self._status = 0
+        # A server may hand the same dictionary to every request.
+        self.state: dict[str, Any] = {}
+        scope["state"] = self.state
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        await self._send(message)
+        self._out += len(message.get("body", b""))
+
+    def note(self, audit: Audit) -> None:
+        """Writes the line, if this is something to write down."""
+        call, status = self.state.get("call", ""), self._status
+        if call not in ITEMS and status not in (401, 403):
+            return
+        client = self._scope.get("client") or ("", 0)
+        audit.write(
+            who=str(self.state.get("caller") or "nobody"),
+            peer=str(client[0]),
+            call=call,
+            path=str(self._scope.get("path", ""))[:LONGEST],
+            status=status or None,
+            outcome=self._outcome(call, status),
+            code=self.state.get("code"),
+            bytes_in=self._incoming.received,
+            bytes_out=self._out,
+            digest=self.state.get("digest"),
+            range=self.state.get("range"),
+        )
+
+    @staticmethod
+    def _outcome(call: str, status: int) -> str:
+        if status == 0:
+            return "broken off"
+        if status >= 400:
+            return "refused"
+        return "downloaded" if call in DOWNLOADS else "accepted"

@@ -1,0 +1,350 @@
+"""The calls of the API, each described once: the table makes the routes and `/openapi.json`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_cli.server.access.tokens import ROLES, Role
+from diloco_cli.wire import messages
+from diloco_cli.wire.messages import LONG_POLL_SECONDS, WIRE_VERSION
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: where it is, what it does, what it may answer."""
+
+    name: str
+    method: str
+    path: str
+    does: str
+    answers: dict[int, str]
+    may: frozenset[Role] = field(kw_only=True)
+    """Who may make it where there are credentials; nobody named, anybody may."""
+    query: dict[str, str] | None = None
+    sends: str = ""
+    """Media type of the request's body."""
+    gives: str = "application/json"
+    region: bool = False
+    """Made by a region: must name the run and the wire version."""
+    epoch: bool = False
+    """Must name the region's epoch."""
+    wire: bool = False
+    """Must name the wire version. A page in somebody's browser can send a POST to this
+    server, but not with a header of its own."""
+
+    @property
+    def every_answer(self) -> dict[int, str]:
+        return {**self.answers, **NOT_ALLOWED} if self.may else self.answers
+
+
+_WAITS = f"seconds to wait for it, at most {LONG_POLL_SECONDS:g} by default and 60 at all"
+_FRAME = "application/octet-stream"
+_JSON = "application/json"
+
+_ANYBODY: frozenset[Role] = frozenset()
+_REGION: frozenset[Role] = frozenset({"upload"})
+_ALL: frozenset[Role] = frozenset(ROLES)
+_READERS: frozenset[Role] = frozenset({"read", "admin"})
+_ADMIN: frozenset[Role] = frozenset({"admin"})
+
+NOT_ALLOWED = {
+    401: "no credential, or one that is unknown, expired or revoked",
+    403: "a credential of another region, or of a role that may not",
+}
+"""What a call may answer besides, where there are credentials."""
+
+CALLS = (
+    Call(
+        "about",
+        "GET",
+        messages.RUN,
+        "Says which run this is and what every region must share.",
+        {200: "run id, digests, wire version, sizes of the fragments, shared settings"},
+        may=_ALL,
+    ),
+    Call(
+        "join",
+        "POST",
+        messages.JOIN,
+        "Takes the lease of a region.",
+        {
+            200: "the news, the epoch, and the largest clock decided for the region",
+            409: "held, older-copy, other-run, other-spec, unknown-region",
+            426: "another wire version",
+        },
+        sends=_JSON,
+        region=True,
+        may=_REGION,
+    ),
+    Call(
+        "heartbeat",
+        "POST",
+        messages.HEARTBEAT,
+        "Renews the lease and reports how the region is doing.",
+        {
+            200: "the news: versions, open calls, fates of the region's contributions",
+            409: "server-behind: the region has seen versions this server never published",
+            412: "fenced: another worker speaks for the region",
+        },
+        sends=_JSON,
+        region=True,
+        may=_REGION,
+    ),
+    Call(
+        "calls",
+        "GET",
+        messages.CALLS,
+        "Waits for news.",
+        {200: "the news", 204: "nothing new in time", 412: "fenced"},
+        {"after": "number `n` of the last news", "epoch": "from the join", "wait": _WAITS},
+        region=True,
+        may=_REGION,
+    ),
+    Call(
+        "contribute",
+        "PUT",
+        messages.CONTRIBUTION,
+        "Hands over a contribution; the same frame again gets the same answer.",
+        {
+            201: "accepted: durable, merged with its round",
+            200: "decided before; the recorded answer",
+            400: "damaged: send it again",
+            409: "returned (keep the work, send it later) or foreign (drop it); server-behind; "
+            "incomplete: parts are missing",
+            412: "fenced",
+            413: "too large for this fragment",
+            422: "refused: unfit to merge, drop it; or not what the URL says",
+            503: "busy or closing: try again after Retry-After",
+            507: "no room on the server's disk: try again later",
+        },
+        sends=_FRAME,
+        region=True,
+        epoch=True,
+        may=_REGION,
+    ),
+    Call(
+        "parts",
+        "GET",
+        messages.PARTS,
+        "Says which bytes of a contribution are there already.",
+        {200: "ranges of bytes, and whether the frame is decided", 412: "fenced"},
+        {"frame": "digest of the whole frame"},
+        region=True,
+        epoch=True,
+        may=_REGION,
+    ),
+    Call(
+        "contribute_part",
+        "PUT",
+        messages.PART,
+        "Hands over the bytes from `start` on; the PUT of the contribution itself, with the "
+        "frame's digest in `diloco-parts` and no body, then has it decided.",
+        {
+            200: "there, and what else is",
+            400: "damaged: send it again",
+            409: "conflict: other bytes are in that place, or a newer frame is on its way",
+            412: "fenced",
+            413: "too large for this fragment",
+            503: "busy or closing: try again after Retry-After",
+            507: "no room on the server's disk: try again later",
+        },
+        {
+            "size": "of the whole frame",
+            "frame": "digest of the whole frame",
+            "digest": "of this part, as `crc32:` and eight hexadecimal digits",
+        },
+        sends=_FRAME,
+        region=True,
+        epoch=True,
+        may=_REGION,
+    ),
+    Call(
+        "fragment",
+        "GET",
+        messages.FRAGMENT,
+        "Waits for a version newer than `after`.",
+        {200: "version, members, merged digests, links", 204: "nothing newer in time"},
+        {"after": "newest version one has; -1 answers at once", "wait": _WAITS},
+        may=_ALL,
+    ),
+    Call(
+        "version",
+        "GET",
+        messages.VERSION,
+        "Gives one version of a fragment: the whole frame, or the deltas that lead to it.",
+        {
+            200: "the frame, or the chain of deltas; immutable",
+            206: "the part asked for with Range",
+            304: "not changed",
+            404: "not published yet",
+            410: "no longer kept, or longer than the whole version: take that",
+            416: "a range beyond the end",
+        },
+        {"from": "version to start from, for the chain of deltas"},
+        gives=_FRAME,
+        may=_ALL,
+    ),
+    Call(
+        "weights",
+        "GET",
+        messages.WEIGHTS,
+        "Gives the whole model as safetensors, all fragments at one clock.",
+        {
+            200: "the file",
+            206: "the part asked for with Range; the etag names the versions",
+            304: "not changed",
+            404: "not published yet",
+            410: "no longer kept",
+            416: "a range beyond the end",
+            503: "busy: too many of these are being sent; try again after Retry-After",
+        },
+        {"version": "every fragment at this version; the newest of each when left out"},
+        gives=_FRAME,
+        may=_READERS,
+    ),
+    Call(
+        "status",
+        "GET",
+        messages.STATUS,
+        "Says how the run is.",
+        {200: "the status document"},
+        may=_ALL,
+    ),
+    Call(
+        "events",
+        "GET",
+        messages.EVENTS,
+        "Streams the run log; resumable with Last-Event-ID.",
+        {200: "server-sent events"},
+        {"after": "id to start after, instead of Last-Event-ID; 0 for all that are kept"},
+        gives="text/event-stream",
+        may=_READERS,
+    ),
+    Call(
+        "stop",
+        "POST",
+        messages.STOP,
+        "Stops the whole run gracefully; it can be resumed.",
+        {202: "regions are being told", 426: "another wire version, or none named"},
+        wire=True,
+        may=_ADMIN,
+    ),
+    Call(
+        "metrics",
+        "GET",
+        "/metrics",
+        "Prometheus metrics.",
+        {200: "text"},
+        gives="text/plain",
+        may=_READERS,
+    ),
+    Call(
+        "health",
+        "GET",
+        "/healthz",
+        "Says whether the server works.",
+        {200: "yes", 503: "no"},
+        may=_ANYBODY,
+    ),
+    Call("described", "GET", "/openapi.json", "This description.", {200: "OpenAPI 3.1"}, may=_ALL),
+    Call(
+        "page",
+        "GET",
+        "/",
+        "The status as a page for people.",
+        {200: "HTML"},
+        gives="text/html",
+        may=_ALL,
+    ),
+)
+
+
+def openapi(version: str) -> dict[str, Any]:
+    """Describes the API in OpenAPI's words."""
+    paths: dict[str, dict[str, Any]] = {}
+    for call in CALLS:
+        path = re.sub(r":\w+}", "}", call.path)
+        paths.setdefault(path, {})[call.method.lower()] = _operation(call)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "diloco aggregation server",
+            "version": version,
+            "description": "Regions contribute pseudo-gradients and fetch published weights. "
+            "Every error body is {error: {code, message, hint}}.",
+            "x-wire-version": WIRE_VERSION,
+        },
+        "paths": paths,
+        "components": {
+            "schemas": {"Error": _ERROR},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+_SCHEMAS = {"": {"type": "string"}, "int": {"type": "integer", "minimum": 0}}
+
+
+def _operation(call: Call) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _SCHEMAS[kind]}
+        for name, kind in re.findall(r"{(\w+)(?::(\w+))?}", call.path)
+    ]
+    for name, meaning in (call.query or {}).items():
+        parameters.append(_parameter(name, "query", meaning))
+    if call.region:
+        parameters.append(_parameter(messages.RUN_HEADER, "header", "the run's id", True))
+    if call.region or call.wire:
+        parameters.append(_parameter(messages.WIRE_HEADER, "header", "wire version", True))
+    if call.epoch:
+        parameters.append(_parameter(messages.EPOCH_HEADER, "header", "from the join", True))
+    operation: dict[str, Any] = {
+        "operationId": call.name,
+        "summary": call.does,
+        "parameters": parameters,
+        "responses": {str(code): _response(call, code) for code in call.every_answer},
+    }
+    if call.may:
+        operation["security"] = [{"token": []}]
+        operation["x-roles"] = sorted(call.may)
+    if call.sends:
+        operation["requestBody"] = {"required": True, "content": {call.sends: {}}}
+    return operation
+
+
+def _parameter(name: str, where: str, meaning: str, required: bool = False) -> dict[str, Any]:
+    return {
+        "name": name,
+        "in": where,
+        "description": meaning,
+        "required": required,
+        "schema": {"type": "string"},
+    }
+
+
+def _response(call: Call, code: int) -> dict[str, Any]:
+    described: dict[str, Any] = {"description": call.every_answer[code]}
+    if code >= 400:
+        described["content"] = {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    elif code not in (204, 304):
+        described["content"] = {call.gives: {}}
+    return described
+
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["code", "message"],
+            "properties": {
+                "code": {"type": "string"},
+                "message": {"type": "string"},
+                "hint": {"type": ["string", "null"]},
+            },
+        }
+    },
+}

@@ -1,0 +1,68 @@
+"""How much of the server one region may take at a time, and how slowly.
+
+Sizes of bodies follow from the model and are checked where they are read; these limits are
+about many bodies at once, and about bodies that never end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from diloco_cli.server.refusals import HttpRefusal
+
+UPLOADS_PER_REGION = 8
+"""At once. A worker uses up to four connections, and its successor may overlap with it."""
+
+MODELS_PER_REGION = 2
+"""Bytes on the way at once, counted in uploads of the whole model."""
+
+SLOWEST_BYTES_PER_SECOND = 8192
+PATIENCE_SECONDS = 60.0
+JSON_SECONDS = 30.0
+"""For a body of a few kilobytes to arrive."""
+
+
+class Quota:
+    """What each region has under way."""
+
+    def __init__(self, model_bytes: int, *, uploads: int = UPLOADS_PER_REGION) -> None:
+        self._most_uploads = uploads
+        self._most_bytes = MODELS_PER_REGION * model_bytes
+        self._uploads: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def taken(self, region: str, size: int) -> Iterator[None]:
+        """Counts one upload while it lasts, or asks for patience."""
+        uploads, total = self._uploads[region] + 1, self._bytes[region] + size
+        if uploads > self._most_uploads:
+            raise _busy(f"{region} has {uploads - 1} uploads under way, the most it may have.")
+        if self._bytes[region] and total > self._most_bytes:
+            raise _busy(
+                f"{region} has {self._bytes[region]} bytes on the way, with this upload {total}; "
+                f"at most {self._most_bytes} at once."
+            )
+        self._uploads[region] = uploads
+        self._bytes[region] = total
+        try:
+            yield
+        finally:
+            self._uploads[region] -= 1
+            self._bytes[region] -= size
+
+
+def check_drip(received: int, seconds: float) -> None:
+    """Refuses a body of which so little has come in so long that it would never end."""
+    if seconds > PATIENCE_SECONDS + received / SLOWEST_BYTES_PER_SECOND:
+        raise HttpRefusal(
+            "too-slow",
+            f"{received} bytes in {seconds:.0f} s are less than "
+            f"{SLOWEST_BYTES_PER_SECOND} a second.",
+            "It is sent again by itself; what arrived in parts is kept.",
+        )
+
+
+def _busy(message: str) -> HttpRefusal:
+    return HttpRefusal("busy", message, "It is sent again by itself.", headers={"retry-after": "2"})

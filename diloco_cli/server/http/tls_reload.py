@@ -1,0 +1,154 @@
+"""The door of the server: one port, TLS on it, and new locks while it is open.
+
+When a file of the certificates changes, a second listener with the new ones takes over the
+same port; the old one is told to finish, and its connections are cut soon after. Whoever is
+cut connects again, and a revoked certificate opens nothing a few seconds later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_cli.errors import DilocoError, SpecError
+from diloco_cli.server.access.tokens import FILE, TokenList
+from diloco_cli.server.http.asgi import Guarded
+from diloco_cli.server.http.idle import SWEEP_SECONDS, IdleConnections
+from diloco_cli.server.http.listener import Listener
+
+LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """The folder that `diloco certs` keeps on the server's host."""
+
+    folder: Path
+
+    @property
+    def listed(self) -> tuple[Path, Path, Path, Path]:
+        """The server's certificate, its key, whom it believes, and whom no longer."""
+        names = ("server.pem", "server.key", "ca.pem", "revoked.pem")
+        certificate, key, ca, revoked = (self.folder / name for name in names)
+        return certificate, key, ca, revoked
+
+    def check(self) -> None:
+        """Raises what would keep a listener from using these files."""
+        certificate, key, ca, revoked = self.listed
+        for path in (certificate, key, ca, revoked, self.folder / FILE):
+            if not path.is_file():
+                raise SpecError(
+                    f"server.certs: {path} is missing.",
+                    hint=f"diloco certs init --dir {self.folder}",
+                )
+        if key.stat().st_mode & 0o077:
+            raise SpecError(
+                f"{key} can be read by other users of this host.", hint=f"chmod 600 {key}"
+            )
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.load_verify_locations(ca)
+            context.load_verify_locations(revoked)
+        except (OSError, ssl.SSLError) as error:
+            raise SpecError(
+                f"server.certs: the files in {self.folder} cannot be used: "
+                f"{error.strerror or error}.",
+                hint=f"Restore them, or `diloco certs init --dir {self.folder}`.",
+            ) from None
+
+    def keyring(self, run: str) -> TokenList:
+        return TokenList(self.folder / FILE, run)
+
+    def seen(self) -> tuple[tuple[int, ...], ...]:
+        """What tells whether a file was replaced."""
+        found = [path.stat() for path in self.listed]
+        # Also its rights: a key that others could read is used once they no longer can.
+        return tuple((one.st_mtime_ns, one.st_ino, one.st_size, one.st_mode) for one in found)
+
+
+def refuse_open(taken: socket.socket, certificates: Certificates | None) -> None:
+    """Refuses to be heard beyond this host without TLS and credentials."""
+    host = str(taken.getsockname()[0]).partition("%")[0]
+    if certificates is None and not ipaddress.ip_address(host).is_loopback:
+        raise SpecError(
+            f"server.listen: {host} can be reached by other machines, but server.certs names no "
+            "certificates, so anybody could read and change the run.",
+            hint="`diloco certs init`, then server.certs: certs; or listen on 127.0.0.1.",
+        )
+
+
+class TlsListener:
+    """Serves the application on a bound socket until it is told to end."""
+
+    def __init__(
+        self,
+        app: Guarded,
+        taken: socket.socket,
+        certificates: Certificates | None,
+        *,
+        say: Callable[[str], None],
+        idle: float,
+    ) -> None:
+        self._app, self._taken, self._certificates, self._say = app, taken, certificates, say
+        self._sweeper = IdleConnections(taken.getsockname()[1], app.met, idle=idle)
+        self._seen = certificates.seen() if certificates else ()
+        self._listener = self._make()
+        self._watching: list[asyncio.Task[None]] = []
+
+    def _make(self) -> Listener:
+        files = self._certificates.listed if self._certificates else None
+        return Listener(self._app, self._taken.dup(), files)
+
+    @property
+    def serving(self) -> asyncio.Task[None]:
+        """Ends when nothing is listened to any more."""
+        return self._watching[0]
+
+    async def start(self) -> None:
+        await self._listener.start()
+        self._watching = [asyncio.create_task(self._watch()), asyncio.create_task(self._sweep())]
+
+    async def end(self) -> None:
+        self._taken.close()
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await self._listener.end()
+
+    async def _watch(self) -> None:
+        while not (current := self._listener.serving).done():
+            await asyncio.wait({current}, timeout=LOOK_SECONDS)
+            if self._certificates and not current.done():
+                await self._look(self._certificates)
+
+    async def _look(self, certificates: Certificates) -> None:
+        try:
+            seen = certificates.seen()
+            if seen == self._seen:
+                return
+            # Several files are replaced one after the other: wait until nothing moves.
+            await asyncio.sleep(LOOK_SECONDS / 4)
+            if seen != certificates.seen():
+                return
+            self._seen = seen
+            certificates.check()
+            following = self._make()
+            await following.start()
+        except (DilocoError, OSError) as error:
+            self._say(f"the new certificates are not used: {error}")
+            return
+        before, self._listener = self._listener, following
+        await before.end(alone=False)
+        self._say("the certificates have changed and are in use")
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            if count := await asyncio.to_thread(self._sweeper.sweep):
+                self._say(f"cut {count} connections that only took up room")

@@ -1,0 +1,249 @@
+"""The server's life: open, listen, serve, say goodbye.
+
+    open the folder ─▶ replay ─▶ listen ─▶ address.json ─▶ … ─▶ drain ─▶ summary.json ─▶ gone
+
+It ends by itself when the run is finished and everybody has heard so, and on SIGTERM,
+SIGINT, `POST /v1/stop` or, started with a parent, when the parent is gone: regions are
+told, rounds that are closing get published, what is recorded is flushed. A second signal
+ends it at once; nothing acknowledged is lost either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from diloco_cli.core.fragments import Fragment, Piece
+from diloco_cli.errors import DilocoError, RunFailed
+from diloco_cli.merge.outer_optimizers import Nesterov
+from diloco_cli.merge.outer_step import MergePlan, fuse, fusible
+from diloco_cli.observe.events import EventLog
+from diloco_cli.server.build_status import summary
+from diloco_cli.server.http.asgi import Guarded, make_app
+from diloco_cli.server.http.idle import IDLE_SECONDS
+from diloco_cli.server.http.listener import bind, url_of
+from diloco_cli.server.http.tls_reload import Certificates, TlsListener, refuse_open
+from diloco_cli.server.recovery.start import Initial, open_coordinator
+from diloco_cli.server.rounds.coordinator import Coordinator
+from diloco_cli.server.settings import ServerSettings
+from diloco_cli.server.store import durable
+from diloco_cli.system.server_memory import forget_compiler, keep_little
+from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.frame import Header, open_frame, pack
+
+ECHO_SECONDS = 0.1
+"""`timeout` signals its child and then the child's group: that is one request, not two."""
+
+FAREWELL_SECONDS = 5.0
+"""Requests under way get this long to finish."""
+
+
+def serve(
+    recipe: ServerSettings, folder: Path, initial: Initial, *, with_parent: bool = False
+) -> int:
+    """Serves a run from its folder until it is finished or stopped; returns the exit code.
+
+    `initial` makes the weights of version 0 and is called only if the folder has none.
+    With a parent, the end of standard input means the same as SIGTERM.
+    """
+    keep_little()
+    threading.Thread(target=_get_ready, args=(recipe,), name="get-ready", daemon=True).start()
+    events = EventLog(folder / "events.jsonl", "server")
+    try:
+        return asyncio.run(_serve(recipe, folder, initial, events, with_parent))
+    finally:
+        events.close()
+
+
+def _get_ready(recipe: ServerSettings) -> None:
+    """Loads what contributions and merges need, while nobody waits for it yet."""
+    size = 64
+    said = Header(
+        kind="contribution",
+        run="none",
+        layout=recipe.layout.digest,
+        fragment=0,
+        size=size,
+        codec=dict(recipe.spec.wire.up),
+        base=0,
+        version=0,
+        region=recipe.spec.regions[0].name,
+    )
+    # What is wrong with the codec is said where it matters.
+    with suppress(DilocoError):
+        frame = open_frame(pack(said, np.zeros(size, np.float32)))
+        frame.squares([0, size])
+        if fusible(recipe.merge):
+            method = MergePlan(recipe.merge, Nesterov(), codecs.build(recipe.spec.wire.down))
+            piece = Piece("none", 0, size, (size,), offset=0)
+            zeros = np.zeros(size, np.float32)
+            fuse(method, Fragment(0, (piece,)), [(1.0, frame)] * 2, (zeros, zeros, zeros))
+    forget_compiler()
+
+
+async def _serve(
+    recipe: ServerSettings, folder: Path, initial: Initial, events: EventLog, with_parent: bool
+) -> int:
+    began = time.monotonic()
+    where = recipe.spec.server
+    certificates = Certificates(Path(where.certs)) if where.certs else None
+    keyring = None
+    if certificates:
+        certificates.check()
+        keyring = certificates.keyring(recipe.spec.name)
+    taken = bind(where.listen, prefer=_last_port(folder))
+    url = url_of(taken, scheme="https" if certificates else "http")
+    try:
+        refuse_open(taken, certificates)
+        coordinator = open_coordinator(
+            recipe, folder / "server", initial, note=events.note, notice=say
+        )
+    except BaseException:
+        taken.close()
+        raise
+    app = make_app(coordinator, events=events.path, url=lambda: url, keyring=keyring)
+    idle = max(IDLE_SECONDS, 2 * where.lease)
+    listener = TlsListener(app, taken, certificates, say=say, idle=idle)
+    conducting: asyncio.Task[None] | None = None
+    try:
+        _watch_signals(coordinator)
+        if with_parent:
+            _watch_parent(coordinator)
+        await listener.start()
+        conducting = asyncio.create_task(coordinator.run())
+        gc.freeze()  # What is loaded by now stays; there is no need to look through it ever again.
+        coordinator.state.store.announce(url)
+        _greet(coordinator, url, time.monotonic() - began)
+        await _until_done(coordinator, listener)
+        return await _farewell(coordinator, app, folder)
+    finally:
+        coordinator.state.close()
+        await listener.end()
+        if conducting:
+            await conducting
+        coordinator.state.store.close()
+        app.audit.close()
+
+
+async def _until_done(coordinator: Coordinator, listener: TlsListener) -> None:
+    """Waits for the end; a listener that ends before it would leave a server nobody hears."""
+    done = asyncio.create_task(coordinator.done.wait())
+    await asyncio.wait({done, listener.serving}, return_when=asyncio.FIRST_COMPLETED)
+    if not done.done():
+        done.cancel()
+        coordinator.state.fail(RunFailed("The listener ended by itself."))
+
+
+async def _farewell(coordinator: Coordinator, app: Guarded, folder: Path) -> int:
+    """Brings everything to rest and writes the summary."""
+    state = coordinator.state
+    if state.failure is None:
+        await coordinator.settled()
+        await coordinator.store_newest()
+    state.close()
+    deadline = time.monotonic() + FAREWELL_SECONDS
+    while app.under_way and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    if state.failure is not None:
+        raise _in_words(state.failure)
+    await state.commit.close()
+    if not _is_summed_up(folder):
+        text = json.dumps(summary(coordinator), indent=2)
+        durable.keep_bytes(folder / "summary.json", text.encode() + b"\n")
+    say(f"{state.spec.name}: {state.word} ({state.ledger.finished or state.stopping})")
+    return 0
+
+
+def _is_summed_up(folder: Path) -> bool:
+    """Whether the run was finished before: who serves its weights again adds nothing to it."""
+    with suppress(OSError, ValueError, AttributeError):
+        return json.loads((folder / "summary.json").read_bytes()).get("state") == "finished"
+    return False
+
+
+def _in_words(failure: BaseException) -> BaseException:
+    if isinstance(failure, DilocoError):
+        return failure
+    error = RunFailed(
+        f"The server failed: {type(failure).__name__}: {failure}.",
+        hint="Start it again with the same command; please report this.",
+    )
+    error.__cause__ = failure
+    return error
+
+
+def _greet(coordinator: Coordinator, url: str, seconds: float) -> None:
+    state = coordinator.state
+    recovered = state.ledger.outer_steps
+    what = f"resumed after {recovered} outer steps" if state.store.journal.last else "begun"
+    say(f"{state.spec.name} (run {state.store.run}) {what}, serving at {url}")
+    state.note(
+        "server-started",
+        url=url,
+        pid=os.getpid(),
+        recovered=recovered,
+        seconds_taken=round(seconds, 3),
+    )
+
+
+def _watch_signals(coordinator: Coordinator) -> None:
+    loop, heard = asyncio.get_running_loop(), []
+
+    def hear(number: signal.Signals) -> None:
+        if heard and loop.time() - heard[0] < ECHO_SECONDS:
+            return
+        if heard:
+            # Everything acknowledged is on the disk; the next start replays it.
+            os._exit(128 + number)
+        heard.append(loop.time())
+        say(f"{number.name}: stopping; once more to stop at once")
+        # Regions are not told to stop: they train on and find the next server here.
+        coordinator.stop(f"{number.name} received", everyone=False)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, hear, number)
+
+
+def _watch_parent(coordinator: Coordinator) -> None:
+    loop = asyncio.get_running_loop()
+
+    def gone() -> None:
+        say("the parent process is gone: stopping")
+        coordinator.stop("its parent process is gone")
+
+    threading.Thread(target=_wait_for_end, args=(loop, gone), daemon=True).start()
+
+
+def _wait_for_end(loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
+    try:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+    except (OSError, ValueError):
+        pass
+    with suppress(RuntimeError):  # The server may have ended by itself.
+        loop.call_soon_threadsafe(gone)
+
+
+def _last_port(folder: Path) -> int:
+    """The port of a server that was killed here: its regions still look for it there."""
+    try:
+        url = json.loads((folder / "server" / "address.json").read_bytes())["url"]
+        return int(url.rsplit(":", 1)[1])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return 0
+
+
+def say(text: str) -> None:
+    """Talks to whoever started the server."""
+    print(text, file=sys.stderr, flush=True)

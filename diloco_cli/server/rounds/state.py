@@ -1,0 +1,182 @@
+"""The state of a run, in one place: what is durable, what is only remembered.
+
+    durable, by the journal     ledger (decides), tally (counts)
+    memory, rebuilt at start    leases, reports, timers of open rounds, averages
+
+Everything here belongs to one event loop. Between two awaits nothing else runs, so a
+decision, its record and its effect are one act, and no lock is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Literal, TypeVar
+
+from diloco_cli.core import pace, rounds
+from diloco_cli.core.ledger import FragmentState, Ledger
+from diloco_cli.core.rounds import Round
+from diloco_cli.server.rounds.leases import Leases
+from diloco_cli.server.rounds.token_totals import RunTotals
+from diloco_cli.server.settings import ServerSettings
+from diloco_cli.server.store.durable import DiskFull
+from diloco_cli.server.store.group_commit import GroupCommit
+from diloco_cli.server.store.on_disk import Store
+from diloco_cli.server.versions.newest import PublishedVersions
+from diloco_cli.server.versions.next_version import Seen
+from diloco_cli.system.failpoints import reach
+
+Seconds = float
+T = TypeVar("T")
+Written = Literal["journal", "version", "upload"]
+
+UPLOAD_TROUBLE_SECONDS = 60.0
+
+
+class State:
+    """Everything a server knows about its run, and the one way to change it: `record`."""
+
+    def __init__(
+        self,
+        recipe: ServerSettings,
+        store: Store,
+        ledger: Ledger,
+        tally: RunTotals,
+        weights: PublishedVersions,
+        *,
+        clock: Callable[[], Seconds] = time.monotonic,
+        wall: Callable[[], Seconds] = time.time,
+        note: Callable[..., None] = lambda kind, **fields: None,
+    ) -> None:
+        self.recipe, self.store, self.weights = recipe, store, weights
+        self.spec, self.sync = recipe.spec, recipe.spec.sync
+        self.ledger, self.tally = ledger, tally
+        self.clock, self.wall, self.note = clock, wall, note
+        self.began = now = clock()
+        self.served_before = tally.seconds
+        self.presences = Leases(ledger.regions, self.spec.server.lease, now=now)
+        self.averages = pace.Averages()
+        self.seen: dict[str, Seen] = {}
+        """What is known of payloads that wait, by digest: spares a merge another look."""
+        self.rounds = [self._reopened(slot, now) for slot in ledger.slots]
+        self.why = ["not called yet"] * len(ledger.slots)
+        """What each fragment's round waits for."""
+        self.over_at: Seconds | None = now if ledger.end else None
+        """When the end was called, or this server learnt of it."""
+        self.finished_at: Seconds | None = now if ledger.finished else None
+        self.moved_at = now
+        """When work was last accepted or published."""
+        self.stopping = ""
+        self.everyone = False
+        """Regions are to stop as well; otherwise only this server does."""
+        self._no_room: dict[str, tuple[Seconds, str]] = {}
+        """What the disk had no room for, by what was to be written: when and in which words."""
+        self.failure: BaseException | None = None
+        self.closed = False
+        self.wake = asyncio.Event()
+        """Set when something happened that a tick should look at."""
+        self._changed = asyncio.Event()
+        self.commit = GroupCommit(store.journal)
+        self.commit.on_durable = self.announce
+        self.commit.on_failure = self.fail
+
+    def _reopened(self, slot: FragmentState, now: Seconds) -> Round:
+        """The round as a restarted server sees it: called, if it was called, just now."""
+        waiting = Round(members=tuple(sorted(slot.waiting)))
+        if slot.phase != "called":
+            return waiting
+        grace = pace.grace(self.averages, self.ledger.regions, self.sync)
+        return rounds.called(waiting, need=self.need, usual=0.0, grace=grace, now=now)
+
+    @property
+    def need(self) -> int:
+        """Contributions that a round needs now."""
+        return 1 if self.ledger.end else self.sync.quorum
+
+    @property
+    def word(self) -> str:
+        """waiting, training, finished or stopped."""
+        if self.ledger.finished:
+            return "finished"
+        if self.stopping:
+            return "stopped"
+        return "training" if len(self.live()) >= self.need else "waiting"
+
+    @property
+    def seconds(self) -> Seconds:
+        """How long the run has been served, all starts together."""
+        return self.served_before + self.clock() - self.began
+
+    def live(self) -> set[str]:
+        """Regions that hold a lease, are not about to leave and not in quarantine."""
+        return self.presences.here(now=self.clock()) - self.ledger.quarantined()
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Journals a decision and lets it take effect; durable only after `commit.durable`."""
+        record = {"kind": kind, "time": round(self.wall(), 3), **fields}
+        number = self.commit.append(record)
+        self.ledger.apply(number, record)
+        self.tally.apply(record)
+
+    def snapshot(self) -> int:
+        """Journals all that the journal amounts to; gives the record's number.
+
+        It changes nothing here, so it is not applied: others hold parts of the ledger.
+        """
+        sums = {"ledger": self.ledger.snapshot(), "tally": self.tally.snapshot()}
+        now = round(self.wall(), 3)
+        number = self.commit.append({"kind": "snapshot", "time": now, **sums})
+        reach("snapshot.recorded")
+        return number
+
+    async def said(self, build: Callable[[], T]) -> T:
+        """Builds an answer, and lets it out once everything it rests on is on the disk."""
+        answer = build()
+        await self.commit.durable()
+        return answer
+
+    async def until(self, ready: Callable[[], bool], wait: Seconds) -> None:
+        """Waits for `ready`, at most `wait` seconds, looking whenever something became durable."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                while not ready() and not self.closed:
+                    await self._changed.wait()
+
+    @property
+    def trouble(self) -> str:
+        """What keeps the rounds from going on, in words; empty while nothing does."""
+        # An upload is tried again within seconds. If it is not, its sender is gone.
+        oldest = self.clock() - UPLOAD_TROUBLE_SECONDS
+        for what, (when, why) in self._no_room.items():
+            if what != "upload" or when > oldest:
+                return why
+        return ""
+
+    def no_room(self, what: Written, error: DiskFull) -> None:
+        """Remembers that the disk refused something, so that people hear of it."""
+        why = f"{error.message} {error.hint or ''}".strip()
+        if not self.trouble:
+            self.note("note", why=why)
+        self._no_room[what] = (self.clock(), why)
+
+    def room_again(self, what: Written) -> None:
+        """Forgets the trouble with something that could be written now."""
+        self._no_room.pop(what, None)
+
+    def announce(self) -> None:
+        """Lets everyone who waits look again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the server: what it would say next could not be trusted."""
+        self.failure = self.failure or error
+        self.close()
+
+    def close(self) -> None:
+        """Ends all waiting."""
+        self.closed = True
+        self.announce()
+        self.wake.set()

@@ -1,0 +1,189 @@
+"""What the server decided, in order, for ever.
+
+An append-only file of records (see `chain` for its form). `append` gives a record its
+place, `sync` makes all of them durable with one flush. When it has grown long, a snapshot is
+appended like any record and `compact` leaves out what came before it: numbers and chain go on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from diloco_cli.errors import StoreError
+from diloco_cli.server.store import journal_format
+from diloco_cli.server.store.durable import FULL, DiskFull, disk_errors, keep_bytes
+from diloco_cli.server.store.journal_format import JournalContent, JournalEntry
+from diloco_cli.system.failpoints import reach
+
+Notice = Callable[[str], None]
+
+
+def to_stderr(said: str) -> None:
+    print(said, file=sys.stderr)
+
+
+def read_journal(path: Path) -> JournalContent:
+    """Reads a journal and changes nothing; raises as opening it would."""
+    return _read(path)[0]
+
+
+class Journal:
+    """Appends in order; `sync` makes durable.
+
+    One thread appends; another may `sync` or `compact` meanwhile. A failed flush ends the
+    journal for good: the kernel forgets what it could not write, so trying again would only
+    seem to succeed.
+    """
+
+    def __init__(self, path: Path, run: str, last: JournalEntry, stop: int, base: int = 0) -> None:
+        self.path, self.run, self.base = path, run, base
+        with disk_errors(path):
+            self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._file = Lock()  # Held by whichever call writes to the file.
+        self._waiting: list[JournalEntry] = []
+        self._last, self._chain = last.number, last.chain
+        self._durable, self._stop = last.number, stop
+        self._dead = ""
+
+    @classmethod
+    def create(cls, path: Path, *, run: str) -> Journal:
+        """Makes an empty journal; it exists with its header or not at all."""
+        if path.exists():
+            raise StoreError(f"{path} exists already.", hint="Open it instead of creating it.")
+        header = journal_format.header(run)
+        keep_bytes(path, frame := journal_format.frame(header, settled=0))
+        return cls(path, run, header, len(frame))
+
+    @classmethod
+    def open(cls, path: Path, *, notice: Notice = to_stderr) -> tuple[Journal, list[dict]]:
+        """Opens a journal and gives its records, `base` + 1 first; cuts a torn tail."""
+        found, data = _read(path)
+        last, stop, size = found.last, found.stop, len(data)
+        if stop < size:
+            notice(
+                f"{path}: cut {size - stop} bytes after record {last.number}, at byte {stop}: "
+                f"a write that a crash interrupted before anyone was told of it"
+            )
+        # What the last server wrote and could not flush is about to be relied on. It goes into
+        # a new file: after a flush that failed, the kernel takes pages for written that never
+        # reached the disk, and another flush of the old file would only seem to succeed.
+        keep_bytes(path, data[:stop])
+        return cls(path, found.run, last, stop, found.base), found.records
+
+    @property
+    def last(self) -> int:
+        """Number of the newest record, durable or not."""
+        return self._last
+
+    @property
+    def size(self) -> int:
+        """Bytes of what is durable."""
+        return self._stop
+
+    def append(self, record: Mapping[str, Any]) -> int:
+        """Gives the record its number and its place; durable only after `sync`."""
+        self._refuse_if_dead()
+        entry = journal_format.entry(self._last + 1, self._chain, record)
+        self._waiting.append(entry)
+        self._last, self._chain = entry.number, entry.chain
+        reach("journal.appended")
+        return entry.number
+
+    def sync(self) -> None:
+        """Returns once every record appended before the call is durable.
+
+        On DiskFull the records keep their places and a later `sync` tries again, so an
+        answer that rests on any record, also one recorded earlier, needs its `sync`.
+        """
+        with self._file:
+            self._refuse_if_dead()
+            if batch := tuple(self._waiting):  # More may be appended from here on.
+                self._commit(batch)
+
+    def compact(self, number: int) -> None:
+        """Leaves out what came before record `number`, a snapshot.
+
+        On DiskFull everything stays as it was.
+        """
+        self.sync()
+        with self._file:
+            self._refuse_if_dead()
+            try:
+                self._rewrite(number)
+            except DiskFull:
+                if os.fstat(self._handle).st_ino == self.path.stat().st_ino:
+                    raise
+                # It has its name and may lose it again: which file will be here is not known.
+                self._end(f"{self.path} could not be compacted.")
+            except (OSError, StoreError) as error:
+                self._end(f"{self.path} could not be compacted: {error}.")
+
+    def close(self) -> None:
+        """Makes everything durable and lets the file go."""
+        try:
+            if not self._dead:
+                self.sync()
+        finally:
+            with self._file:
+                if self._handle >= 0:
+                    os.close(self._handle)
+                self._handle, self._dead = -1, self._dead or f"{self.path} is closed."
+
+    def _rewrite(self, number: int) -> None:
+        data = self.path.read_bytes()[: self._stop]
+        short = journal_format.compacted(
+            self.path, data, number, run=self.run, settled=self._durable
+        )
+        keep_bytes(self.path, short, steps="compact")
+        old, self._handle = self._handle, os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        os.close(old)
+        self._stop, self.base = len(short), number - 1
+
+    def _commit(self, batch: tuple[JournalEntry, ...]) -> None:
+        """Writes a batch and flushes it."""
+        try:
+            size = self._write(
+                b"".join(journal_format.frame(e, settled=batch[0].number) for e in batch)
+            )
+            reach("journal.written")
+            os.fdatasync(self._handle)
+            reach("journal.flushed")
+        except OSError as error:
+            self._end(f"{self.path} could not be made durable: {error.strerror or error}.")
+        else:
+            self._durable, self._stop = batch[-1].number, self._stop + size
+            del self._waiting[: len(batch)]
+
+    def _write(self, data: bytes) -> int:
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._handle, data[done:], self._stop + done)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            os.ftruncate(self._handle, self._stop)  # No half record stays behind.
+            with disk_errors(self.path):
+                raise
+        return done
+
+    def _end(self, why: str) -> None:
+        self._dead = why
+        self._refuse_if_dead()
+
+    def _refuse_if_dead(self) -> None:
+        if self._dead:
+            raise StoreError(self._dead, hint="Check the disk, then start the server again.")
+
+
+def _read(path: Path) -> tuple[JournalContent, bytes]:
+    if not path.exists():
+        raise StoreError(f"{path} is missing.", hint=journal_format.RESTORE)
+    with disk_errors(path):
+        data = path.read_bytes()
+    return journal_format.read(path, data), data

@@ -1,0 +1,230 @@
+"""A closed round becomes the next version.
+
+    payloads, mapped ──decode, chunk by chunk──▶ merge ──▶ outer step ──▶ theta, momentum
+    theta − published ──codec──▶ delta frame;   published + decode(delta) ──▶ published
+
+`wire/fuse.py` does the arithmetic, on all cores; here is who takes part and what becomes
+of those who cannot.
+
+Regions only ever hold `published`, so what the codec loses on the way down stays in
+`theta − published` and travels with the next version. The result depends on the old
+version and the members alone, to the bit: a server that died in mid-round computes it
+again. Nothing that is not finite leaves this module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from diloco_cli.core.fragments import Fragment
+from diloco_cli.core.guard import outlier, stranger
+from diloco_cli.core.rounds import Receipt
+from diloco_cli.errors import DilocoError, WireError
+from diloco_cli.merge.combine import edges_of
+from diloco_cli.merge.outer_step import Diverged, MemberUnfit, MergePlan, advance, combine
+from diloco_cli.server.settings import ServerSettings
+from diloco_cli.server.store.on_disk import PayloadLost, Store, StoredState
+from diloco_cli.wire.chunks import CHUNK, span_of, spread
+from diloco_cli.wire.codecs.plain import NotFinite, codecs
+from diloco_cli.wire.frame import Frame, Header, Outline, open_frame, seal
+
+
+@dataclass(frozen=True)
+class Version:
+    """One published version of a fragment."""
+
+    number: int
+    state: StoredState
+    digest: str
+    """Of the published vector."""
+    merged: Mapping[str, str]
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was found out about a contribution when it came in."""
+
+    squares: np.ndarray
+    """The squared length of every piece."""
+    outline: Outline
+    """Of its frame, which was hashed then."""
+
+    @property
+    def length(self) -> float:
+        return math.sqrt(float(self.squares.sum()))
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """Members that cannot be merged, and what becomes of their work."""
+
+    regions: tuple[str, ...]
+    fate: Literal["returned", "refused"]
+    why: str
+
+
+SAMPLE = 1 << 17
+"""Values on which members' directions are compared: chance agrees by 0.003."""
+
+
+class _Unusable(Exception):
+    def __init__(self, spoiled: Spoiled) -> None:
+        self.spoiled = spoiled
+
+
+def next_version(
+    recipe: ServerSettings,
+    store: Store,
+    old: Version,
+    fragment: Fragment,
+    receipts: Sequence[Receipt],
+    *,
+    drain: bool,
+    seen: Mapping[str, Seen] | None = None,
+) -> tuple[Version, bytes] | Spoiled:
+    """Computes the next version and its delta frame, or says who must leave the round first.
+
+    `seen` may hold what was found out about payloads, by digest.
+    """
+    seen = seen or {}
+    receipts = sorted(receipts, key=lambda receipt: receipt.region)
+    regions = tuple(receipt.region for receipt in receipts)
+    method = MergePlan(
+        recipe.merge,
+        recipe.outer,
+        codecs.build(recipe.spec.wire.down),
+        level=recipe.spec.wire.zstd,
+        drain=drain,
+    )
+    state = old.state
+    before = (state.theta, state.momentum, state.published)
+    try:
+        members = _opened(recipe, store, fragment, receipts, seen)
+        known = _lengths_known(recipe, fragment, receipts, members, seen)
+        merged = combine(method, fragment, members, known)
+        del members  # The step takes memory; what they are mapped to can go before.
+        made = advance(method, merged, before)
+    except _Unusable as error:
+        return error.spoiled
+    except MemberUnfit as error:
+        return _unfit(receipts[error.number], error.error)
+    except Diverged as error:
+        return Spoiled(regions, "refused", str(error))
+    except NotFinite as error:
+        return Spoiled(regions, "refused", f"merged, it cannot be published: {error.message}")
+    digests = {**old.merged, **{receipt.region: receipt.digest for receipt in receipts}}
+    state = StoredState(made.theta, made.momentum, made.published, names=made.names)
+    version = Version(old.number + 1, state, made.digest, digests, regions)
+    return version, seal(frame_header(recipe, store.run, "delta", fragment, version), made.chunks)
+
+
+def _opened(
+    recipe: ServerSettings,
+    store: Store,
+    fragment: Fragment,
+    receipts: Sequence[Receipt],
+    seen: Mapping[str, Seen],
+) -> list[tuple[float, Frame]]:
+    """Gives each member's weight and frame; the frames' numbers stay where they are."""
+
+    def one(number: int) -> tuple[float, Frame]:
+        receipt = receipts[number]
+        known = seen.get(receipt.digest)
+        try:
+            # Read from the disk again all the same: after a crash it would have to be.
+            data = store.payload(receipt.digest)
+            if known:
+                return recipe.weight(receipt), known.outline.opened(data)
+            frame = open_frame(data, size=fragment.size)
+            if frame.digest != receipt.digest:
+                raise WireError(f"the payload is frame {frame.digest[:12]}")
+            return recipe.weight(receipt), frame
+        except (PayloadLost, WireError, ValueError) as error:
+            raise _Unusable(_unfit(receipt, error)) from error
+
+    unseen = any(receipt.digest not in seen for receipt in receipts)
+    return list(spread(one, len(receipts), None if unseen else 1))
+
+
+def _lengths_known(
+    recipe: ServerSettings,
+    fragment: Fragment,
+    receipts: Sequence[Receipt],
+    members: Sequence[tuple[float, Frame]],
+    seen: Mapping[str, Seen],
+) -> list[np.ndarray]:
+    """The squares of each member's pieces; raises for a member too long to be honest."""
+    edges, found = edges_of(fragment), []
+    for receipt, (_, frame) in zip(receipts, members, strict=True):
+        known = seen.get(receipt.digest)
+        try:
+            found.append(known.squares if known else frame.squares(edges))
+        except WireError as error:
+            raise _Unusable(_unfit(receipt, error)) from error
+    lengths = [math.sqrt(float(squares.sum())) for squares in found]
+    steps = [min(receipt.steps, recipe.steps_cap) for receipt in receipts]
+    guard = recipe.spec.server.guard
+    odd = outlier(lengths, steps, limit=guard.norm)
+    if odd is None and guard.agreement > 0 and len(members) > 3:
+        odd = stranger(_sample([frame for _, frame in members]), share=guard.agreement)
+    if odd:
+        number, why = odd
+        raise _Unusable(Spoiled((receipts[number].region,), "refused", why))
+    return found
+
+
+def _sample(frames: Sequence[Frame]) -> np.ndarray:
+    """Values of every member at the same places: the beginning of one chunk.
+
+    Which chunk follows from the frames themselves, so that nobody knows it beforehand.
+    """
+    size = frames[0].header.size
+    place = int(frames[-1].digest[:8], 16) % -(-size // CHUNK)
+    span = span_of(place, size)
+    values = np.empty(span.stop - span.start, np.float32)
+    rows = np.empty((len(frames), min(values.size, SAMPLE)), np.float32)
+    for number, frame in enumerate(frames):
+        try:
+            frame.read(place, values)
+        except WireError as error:
+            raise MemberUnfit(number, error) from error
+        rows[number] = values[: rows.shape[1]]
+    return rows
+
+
+def _unfit(receipt: Receipt, error: Exception) -> Spoiled:
+    """What cannot be read again may be sent again; what was sound and is no number may not."""
+    if isinstance(error, NotFinite) or not isinstance(error, DilocoError):
+        return Spoiled((receipt.region,), "refused", str(error))
+    why = f"the server could not read it again: {error.message}"
+    return Spoiled((receipt.region,), "returned", why)
+
+
+def frame_header(
+    recipe: ServerSettings,
+    run: str,
+    kind: Literal["delta", "whole"],
+    fragment: Fragment,
+    version: Version,
+) -> Header:
+    """The header of a frame that carries a version down."""
+    delta = kind == "delta"
+    return Header(
+        kind=kind,
+        run=run,
+        layout=recipe.layout.digest,
+        fragment=fragment.number,
+        size=fragment.size,
+        codec=dict(recipe.spec.wire.down) if delta else {"kind": "fp32"},
+        base=version.number - 1 if delta else version.number,
+        version=version.number,
+        merged=dict(version.merged),
+        members=list(version.members),
+        published=version.digest,
+    )

@@ -1,0 +1,169 @@
+"""A run spec becomes a scenario, once somebody has said what no spec says.
+
+How fast a region steps, how wide its link is and how often it dies are facts about the
+world. Whatever is left out is assumed, and every assumption is written down.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from diloco_cli.assemble import resolve
+from diloco_cli.errors import SpecError
+from diloco_cli.sim import faults, measured
+from diloco_cli.sim.network import Link, parse_link
+from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario, ServerSite
+from diloco_cli.spec.schema import RegionSpec, RunSpec
+
+Seconds = float
+CYCLES = 100
+"""Exchanges of the whole model that are rehearsed when no time is given."""
+CORE_FLOPS = 40e9
+"""What one core of a laptop sustains: 8.1 k tokens/s of the quickstart's model, as it prints."""
+SPANS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a spec does not say."""
+
+    step: Seconds | None = None
+    """One inner step of a region at full speed."""
+    steps: Mapping[str, Seconds] = field(default_factory=dict)
+    """Steps of single regions as they were measured, slowed down or not."""
+    flops: float | None = None
+    """Sustained by one region; steps then take 6 × parameters × tokens ÷ this."""
+    links: tuple[str, ...] = ()
+    """RATE/RTT for all regions, or REGION=RATE/RTT for one."""
+    server_link: str = ""
+    mtbf: Seconds = math.inf
+    """Of one region."""
+    shape: float = 1.0
+    kind: faults.Kind = "kill-trainer"
+    server_mtbf: Seconds = math.inf
+    recovery: Recovery = field(default_factory=Recovery)
+    jitter: float = 0.05
+    """Of real machines; without any, regions would march in step."""
+    cores: int = 1
+    """That the server merges on."""
+    duration: Seconds | None = None
+    trace: Path | None = None
+    seed: int = 0
+
+
+def scenario_of(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
+    """Gives the scenario, and in words what had to be assumed."""
+    layout, said = resolve(spec).layout, []
+    sites = tuple(_site(spec, region, layout.size, world) for region in spec.regions)
+    if reckoned := _reckoned(spec, sites, world):
+        said.append(reckoned)
+    if not world.links:
+        said.append("links of any rate and no delay (give --link)")
+    duration = world.duration or CYCLES * spec.sync.every * max(site.step for site in sites)
+    names = [site.name for site in sites]
+    wide = parse_link(world.server_link) if world.server_link else Link()
+    scenario = Scenario(
+        name=spec.name,
+        sites=sites,
+        sizes=tuple(fragment.size for fragment in layout.fragments),
+        sync=spec.sync,
+        duration=duration,
+        up_bits=measured.bits(spec.wire.up, measured.BITS_UP),
+        down_bits=measured.bits(spec.wire.down, measured.BITS_DOWN),
+        hub=ServerSite(
+            wide,
+            # Heartbeats between two steps say nothing new: a twentieth of a step is often enough.
+            max(spec.server.lease, max(site.step for site in sites) / 5),
+            merge_values=world.cores * measured.MERGE_VALUES.value,
+            check_values=world.cores * measured.CHECK_VALUES.value,
+        ),
+        recovery=world.recovery,
+        faults=tuple(_faults(world, names, duration)),
+        budget=float(spec.budget.tokens),
+        seed=world.seed,
+    )
+    said.append(
+        f"{spec.wire.up['kind']} up takes {scenario.up_bits:g} bits a parameter, "
+        f"{spec.wire.down['kind']} down {scenario.down_bits:g} ({measured.WIRE})"
+    )
+    return scenario, said
+
+
+def pace_of(spec: RunSpec) -> Seconds:
+    """The step that the spec's `chaos` imposes; 0 where it imposes none."""
+    return (spec.chaos.step_seconds if spec.chaos else None) or 0.0
+
+
+def _reckoned(spec: RunSpec, sites: Sequence[RegionSite], world: World) -> str:
+    """Says of whose steps nothing is known but their arithmetic."""
+    unknown = [site for site in sites if site.name not in world.steps]
+    if world.step is not None or not unknown:
+        return ""
+    if world.flops is None and pace_of(spec):
+        return f"a step takes the {pace_of(spec):g} s of chaos.step_seconds, divided by the speed"
+    return (
+        f"a step takes {unknown[0].step:.3g} s in {unknown[0].name}: 6 × parameters × tokens at "
+        f"{world.flops or CORE_FLOPS:.3g} flop/s"
+        + ("" if world.flops else " (one processor core; give --step or --flops)")
+    )
+
+
+def _site(spec: RunSpec, region: RegionSpec, parameters: int, world: World) -> RegionSite:
+    inner = spec.inner_of(region.name)
+    tokens = inner.batch * inner.sequence
+    step = world.step or 6.0 * parameters * tokens / (world.flops or CORE_FLOPS)
+    if world.step is None and world.flops is None and pace_of(spec):
+        step = pace_of(spec)
+    step = world.steps.get(region.name, step / region.speed)
+    link = _link(region.name, world.links, [each.name for each in spec.regions])
+    limit = spec.wire.bits_per_second or math.inf
+    return RegionSite(region.name, step, float(tokens), link, world.jitter, most_up=limit)
+
+
+def _link(name: str, links: Sequence[str], known: Sequence[str]) -> Link:
+    """The link said of this region, or else of all; bodies get the measured share of it."""
+    found = Link()
+    for words in links:
+        region, given, link = words.partition("=")
+        if not given or "/" in region:  # As in 1Gbit/50ms/window=4MB.
+            region, link = "", words
+        if region and region not in known:
+            raise SpecError(f"--link {words}: there is no region {region!r}.")
+        if region in ("", name):
+            found = parse_link(link)
+    return replace(found, rate=found.rate * measured.LINE_SHARE.value)
+
+
+def _faults(world: World, names: Sequence[str], until: Seconds) -> list[faults.Fault]:
+    if world.trace is not None:
+        return faults.load(world.trace, names)
+    drawn = faults.drawn(
+        faults.Law(world.mtbf, world.shape), names, until=until, seed=world.seed, kind=world.kind
+    )
+    law = faults.Law(world.server_mtbf)
+    drawn += faults.drawn(law, (), until=until, seed=world.seed, kind="kill-server")
+    return faults.in_order(drawn)
+
+
+def with_regions(spec: RunSpec, count: int) -> RunSpec:
+    """The same run with so many regions: the first of them, or more like them."""
+    if not 1 <= count <= 100_000:
+        raise SpecError(f"regions={count}: between 1 and 100,000 can be rehearsed.")
+    known = spec.regions
+    more = [
+        known[number % len(known)].model_copy(update={"name": f"region-{number + 1}"})
+        for number in range(len(known), count)
+    ]
+    return spec.model_copy(update={"regions": (*known[:count], *more)})
+
+
+def parse_span(word: str) -> Seconds:
+    """Reads a time: 90, 90s, 15m, 6h, 3d."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)", word.strip())
+    if found is None or found[2] not in SPANS or not float(found[1]) > 0:
+        raise SpecError(f"{word!r} is no time.", hint="Write for example 90s, 15m, 6h or 3d.")
+    return float(found[1]) * SPANS[found[2]]

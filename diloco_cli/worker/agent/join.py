@@ -1,0 +1,177 @@
+"""May this folder speak for its region?
+
+The folder has a random owner id and counts how often an agent was started on it. With
+both the server can tell a retried join from a new worker, a restarted worker from a
+rival, and a folder restored from an old copy from the one that went on.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from diloco_cli.errors import LinkError, SpecError, StoreError
+from diloco_cli.net.client import Client, Held, OlderCopy
+from diloco_cli.net.credentials import Untrusted
+from diloco_cli.system.wakeup import Wakeup
+from diloco_cli.wire.messages import Joined, Run
+from diloco_cli.worker.agent.published_weights import other_history
+from diloco_cli.worker.mailbox import FolderOwner, Mailbox
+
+T = TypeVar("T")
+
+ASK_AGAIN = 0.5
+LONGEST_PAUSE = 5.0
+
+
+@dataclass(frozen=True)
+class SharedSettings:
+    """What this worker and the server must have in common."""
+
+    settings: Mapping[str, Any]
+    spec_digest: str
+    layout_digest: str
+
+
+class RegionJoin:
+    """Where a worker asks to be let in."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        region: str,
+        terms: SharedSettings,
+        bell: Wakeup,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        self.mailbox, self.region, self.terms = mailbox, region, terms
+        self.bell, self.say = bell, say
+        self.identity = FolderOwner("", 0)
+
+    def boot(self) -> None:
+        """Counts this start, durably, before anybody hears of it."""
+        known = self.mailbox.identity() or FolderOwner(secrets.token_hex(8), 0)
+        self._remember(replace(known, boot=known.boot + 1))
+
+    def check(self, about: Run) -> None:
+        """Refuses a server whose run is not the one of this folder and this spec."""
+        if self.identity.run and self.identity.run != about.run:
+            raise SpecError(
+                f"{self.mailbox.folder} belongs to run {self.identity.run}, "
+                f"the server runs {about.run}.",
+                hint="Give this worker another folder with --dir, or delete the old one.",
+            )
+        if about.spec_digest != self.terms.spec_digest:
+            lines = "\n".join(differences(about.settings, self.terms.settings))
+            raise SpecError(
+                f"The server's run has other settings than this spec:\n{lines}",
+                hint="Start this worker with the spec of the server.",
+            )
+        if about.layout_digest != self.terms.layout_digest:
+            raise SpecError(
+                f"The server cuts the model differently: layout {about.layout_digest[:12]}… "
+                f"there, {self.terms.layout_digest[:12]}… here.",
+                hint="The two sides run different versions; compare `diloco --version`.",
+            )
+
+    def join(self, server: Client, run: str, *, wait: float) -> Joined | None:
+        """Takes the lease, after another worker if need be; None when told to leave meanwhile."""
+        while True:
+            try:
+                joined = self.ask(partial(self._join, server), wait=wait)
+            except OlderCopy as error:
+                self.say(f"{error.message}; going on under a new name")
+                self._remember(replace(self.identity, owner=secrets.token_hex(8), boot=1))
+                continue
+            if joined is not None:
+                self._remember(replace(self.identity, run=run, high=joined.high))
+                self._refuse_older_server(joined)
+                self.ask(partial(self._refuse_other_history, server, joined), wait=wait)
+            return joined
+
+    def _join(self, server: Client) -> Joined:
+        return server.join(
+            self.region,
+            owner=self.identity.owner,
+            boot=self.identity.boot,
+            spec_digest=self.terms.spec_digest,
+            layout_digest=self.terms.layout_digest,
+        )
+
+    def ask(self, question: Callable[[], T], *, wait: float) -> T | None:
+        """Asks until the server answers; None when told to leave meanwhile.
+
+        A server that is not there is waited for; a region that another worker holds is
+        waited for without end, because that is what a stand-by does.
+        """
+        deadline, said = time.monotonic() + wait, ""
+        while not self.bell.leaving:
+            pause = ASK_AGAIN
+            try:
+                return question()
+            except LinkError as error:
+                # Before the first answer, somebody is there to mend it.
+                hopeless = isinstance(error, Untrusted) and wait < float("inf")
+                if hopeless or time.monotonic() >= deadline:
+                    raise
+                why = "waiting for the server"
+                detail = error.message
+            except Held as error:
+                why, detail = "waiting to take over", error.message
+                pause = min(error.retry_seconds, LONGEST_PAUSE)
+            if why != said:
+                self.say(f"{why}: {detail}")
+                said = why
+            if self.bell.wait(pause):
+                self.bell.rung()
+        return None
+
+    def _remember(self, identity: FolderOwner) -> None:
+        self.identity = identity
+        try:
+            self.mailbox.write_identity(identity)
+        except OSError as error:
+            raise StoreError(
+                f"{self.mailbox.folder} cannot be written: {error.strerror}.",
+                hint="Free some space or fix the permissions, or choose another folder with --dir.",
+            ) from None
+
+    def _refuse_older_server(self, joined: Joined) -> None:
+        for number, version in enumerate(joined.versions):
+            have = self.mailbox.image_version(number)
+            if have > version:
+                raise StoreError(
+                    f"This region holds version {have} of fragment {number}, but the server's "
+                    f"newest is {version}: the server was restored from an older copy.",
+                    hint="Restore a newer copy of the server's folder; or delete "
+                    f"{self.mailbox.folder} to go on from what the server has.",
+                )
+
+    def _refuse_other_history(self, server: Client, joined: Joined) -> None:
+        """Raises if the server published other weights under a number that we hold.
+
+        Older numbers show themselves when the next version is fetched: see `images`.
+        """
+        for number, version in enumerate(joined.versions):
+            have, published = self.mailbox.image_name(number)
+            if have != version:
+                continue
+            latest = server.latest(number, after=-1, wait=0)
+            if latest and latest.version == have and latest.published != published:
+                digests = f"{latest.published[:12]} there, {published[:12]} here:"
+                raise other_history(number, have, f"its digest, {digests}")
+
+
+def differences(there: Any, here: Any, path: str = "") -> Iterator[str]:
+    """Lists the keys of two settings that differ, with both values."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        for key in dict.fromkeys([*there, *here]):
+            inner = f"{path}.{key}" if path else str(key)
+            yield from differences(there.get(key), here.get(key), inner)
+    elif there != here:
+        yield f"  {path}: {there!r} there, {here!r} here"

@@ -1,0 +1,320 @@
+"""The mail between a region's mailbox and the server, for as long as one epoch lasts.
+
+    heartbeat   progress ─▶ server       news ─▶ mailbox      at least every quarter lease
+    calls       waiting GET              news ─▶ mailbox
+    upload      outbox ─▶ server         its answer ─▶ fate
+    download    newer versions ─▶ image
+
+Four threads with a connection each, and more of them for a long body: a link that is full
+of weights never makes a heartbeat wait. A server that is away stops none of them for good:
+they try again until it is back, and meanwhile the region trains on. What ends them is a
+new epoch, an answer a person has to look at, or the agent itself.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from diloco_cli.errors import DilocoError, LinkError, RunFailed, WireError
+from diloco_cli.net.client import Client, FencedError, Gone
+from diloco_cli.net.connection import Retry, Timeouts
+from diloco_cli.observe.events import EventLog
+from diloco_cli.system.wakeup import Wakeup
+from diloco_cli.wire.messages import Heartbeat, Joined, News
+from diloco_cli.worker.agent.published_weights import PublishedWeights
+from diloco_cli.worker.mailbox import Fate, Mailbox, Stamp, stamp
+
+SHORTEST_GAP = 0.05
+"""Between two heartbeats, however often the trainer has progressed."""
+PATIENT = Retry(first=0.25, most=10.0)
+FINAL = ("returned", "refused", "foreign", "merged")
+
+
+class Letter(NamedTuple):
+    """What the outbox holds of one fragment."""
+
+    fragment: int
+    digest: str
+    base: int
+    clock: int
+
+
+class SyncThreads:
+    """Carries one region's mail under one epoch."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        region: str,
+        joined: Joined,
+        *,
+        connect: Callable[..., Client],
+        events: EventLog,
+        say: Callable[[str], None],
+        on_mail: Callable[[], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_mail` rings the trainer; `on_change` wakes the agent."""
+        self.mailbox, self.region, self.epoch = mailbox, region, joined.epoch
+        self.news: News = joined
+        self.trouble: DilocoError | None = None
+        """What only a person can mend, or `FencedError`."""
+        self.up_to_date = threading.Event()
+        """Set once every image is as new as the server's was when we joined."""
+        self.closed = threading.Event()
+        self.state: dict[str, Any] = {"training": False, "why": "", "restarts": 0}
+        """What the agent knows better than the trainer's progress."""
+        self._connect, self._events, self._say = connect, events, say
+        self._on_mail, self._on_change = on_mail, on_change
+        self._bells = {name: Wakeup() for name in ("heartbeat", "upload", "download")}
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._shelf = PublishedWeights(mailbox, len(joined.versions))
+        self._letters: dict[int, tuple[Stamp, Letter]] = {}
+        self._fates: dict[int, Fate] = {}
+        self._written = ""
+        self._lost: dict[str, float] = {}
+
+    def start(self) -> None:
+        self.take(self.news)
+        for name, act in (
+            ("heartbeat", self._heartbeat),
+            ("calls", self._calls),
+            ("upload", self._upload),
+            ("download", self._download),
+        ):
+            thread = threading.Thread(target=self._keep, args=(name, act), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the threads of a closed courier are gone, so that none writes late."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        self.closed.set()
+        for bell in self._bells.values():
+            bell.ring()
+
+    def heard(self, words: bytes = b"posted progress") -> None:
+        """The trainer has posted or progressed."""
+        if b"posted" in words:
+            self._bells["upload"].ring()
+        if b"progress" in words:
+            self._bells["heartbeat"].ring()
+
+    def take(self, news: News, *, known: int = -1) -> None:
+        """Puts news into the mailbox, once, and rings whoever it concerns.
+
+        `known` is the number of what we had heard when we asked. Older news than that come
+        from a server that was set back; others were overtaken on another connection.
+        """
+        with self._lock:
+            overtaken = known <= news.n < self.news.n
+            if self.closed.is_set() or overtaken:
+                return
+            self.news = news
+            said = news.model_dump_json(include=set(News.model_fields) - {"fates"})
+            changed = said != self._written
+            if changed:
+                self.mailbox.write_calls(news)
+                self._written = said
+            for number, decided in news.fates.items():
+                fate = Fate(decided.digest, decided.fate, decided.why)
+                changed |= self._decided(number, fate)
+            self._forget_lost(news)
+            changed |= self._shelf.doubt(news.mend)  # Or raises: see `_repeat`.
+        if changed:
+            self._on_mail()
+            self._bells["download"].ring()
+            self._on_change()
+
+    def _forget_lost(self, news: News) -> None:
+        """Sends again what the server accepted and no longer knows of: it was set back.
+
+        News may be older than the acceptance; then the same answer comes once more.
+        """
+        for number, fate in list(self._fates.items()):
+            known = news.fates.get(number)
+            if fate.fate == "pending" and (known is None or known.digest != fate.digest):
+                del self._fates[number]
+                self._bells["upload"].ring()
+
+    def unsent(self) -> list[Letter]:
+        """Lists the frames in the outbox whose fate is unknown."""
+        letters = [self._letter(number) for number in range(len(self.news.versions))]
+        return [one for one in letters if one and self._fate(one.fragment).digest != one.digest]
+
+    def report(self, *, stopping: bool = False) -> Heartbeat:
+        """Puts a heartbeat together from the trainer's progress and what the agent knows."""
+        count = len(self.news.versions)
+        nothing = [0.0] * count
+        fates = ("trained", "applied", "pending", "refused", "discarded")
+        blank: dict[str, Any] = {
+            "step": 0,
+            "training": False,
+            "drained": False,
+            "fragments": [{"version": -1, "steps": 0.0}] * count,
+            "tokens": dict.fromkeys(fates, nothing),
+        }
+        said = {**blank, **(self.mailbox.progress() or {})}
+        said.update({key: value for key, value in self.state.items() if value is not None})
+        held = {"images": dict(self._shelf.holds), "mended": self._shelf.mended}
+        return Heartbeat.model_validate({**said, **held, "epoch": self.epoch, "stopping": stopping})
+
+    # The threads
+
+    def _keep(self, name: str, act: Callable[[Client], None]) -> None:
+        """Repeats one of the four duties until the courier is closed."""
+        try:
+            # A heartbeat that hangs must not cost the lease that it is there to renew.
+            soon = Timeouts(answer=min(Timeouts.answer, self.news.lease_seconds / 3))
+            own = {"timeouts": soon} if name == "heartbeat" else {}
+            # Short calls, but many: they share their core with the training.
+            own |= {"control": "pyreqwest", "stop": self.closed, "say": self._say}
+            with self._connect(retry=Retry(tries=1), **own) as way:
+                self._repeat(name, act, way)
+        except Exception as error:  # A silent thread would be a region that starves.
+            self._give_up(RunFailed(f"Unexpected {error!r} in the {name} thread."))
+
+    def _repeat(self, name: str, act: Callable[[Client], None], server: Client) -> None:
+        failures = 0
+        while not self.closed.is_set():
+            try:
+                act(server)
+            except FencedError as error:
+                return self._give_up(error)
+            except (LinkError, WireError, Gone, OSError) as error:
+                failures += 1
+                self._is_away(name, error)
+                self.closed.wait(PATIENT.pause(failures, chance=random.random()))
+            except DilocoError as error:
+                return self._give_up(error)
+            else:
+                failures = 0
+                self._is_back(name)
+
+    def _give_up(self, error: DilocoError) -> None:
+        self.trouble = self.trouble or error
+        self.close()
+        self._on_change()
+
+    def _heartbeat(self, server: Client) -> None:
+        known = self.news.n
+        self.take(server.heartbeat(self.region, self.report()), known=known)
+        self.closed.wait(SHORTEST_GAP)
+        bell = self._bells["heartbeat"]
+        if bell.wait(self.news.lease_seconds / 4):
+            bell.rung()
+
+    def _calls(self, server: Client) -> None:
+        news = server.calls(self.region, after=self.news.n, epoch=self.epoch)
+        if news is not None:
+            self.take(news)
+
+    def _upload(self, server: Client) -> None:
+        for letter in self.unsent():
+            if self.closed.is_set():
+                return
+            answer = server.submit(
+                letter.fragment,
+                self.region,
+                letter.base,
+                letter.clock,
+                self.mailbox.outbox_file(letter.fragment),
+                epoch=self.epoch,
+            )
+            fate = Fate(letter.digest, answer.fate, answer.why)
+            with self._lock:
+                matters = self._decided(letter.fragment, fate)
+            if matters:
+                self._on_mail()
+            self._on_change()
+        bell = self._bells["upload"]
+        if bell.wait(self.news.lease_seconds):
+            bell.rung()
+
+    def _download(self, server: Client) -> None:
+        for number, version in enumerate(self.news.versions):
+            if self._shelf.version(number) < version and not self.closed.is_set():
+                self._fetch(server, number, version)
+        self.up_to_date.set()
+        self._on_change()
+        bell = self._bells["download"]
+        if bell.wait(self.news.lease_seconds):
+            bell.rung()
+
+    def _fetch(self, server: Client, number: int, version: int) -> None:
+        image, why = self._shelf.fetch(server, number, version)
+        if self.closed.is_set():
+            return
+        self._shelf.put(number, image)
+        self._on_mail()
+        if why:
+            self._say(f"fragment {number}, version {image.version} was fetched whole: {why}")
+
+    # What they share
+
+    def _letter(self, number: int) -> Letter | None:
+        """Says what lies in the outbox; a frame is read again only when it was replaced."""
+        found = stamp(self.mailbox.outbox_file(number))
+        known = self._letters.get(number)
+        if found is None or (known and known[0] == found):
+            return known[1] if found and known else None
+        frame = self.mailbox.frame(number)
+        if frame is None:
+            return None
+        letter = Letter(number, frame.digest, frame.header.base, frame.header.clock)
+        self._letters[number] = found, letter
+        return letter
+
+    def _fate(self, number: int) -> Fate:
+        return self._fates.get(number, Fate("", ""))
+
+    def _decided(self, number: int, fate: Fate) -> bool:
+        """Takes note of what became of a frame; says whether the trainer has to know."""
+        letter, known = self._letter(number), self._fate(number)
+        # Answers about older frames would hide the one that the trainer waits for.
+        if letter is None or letter.digest != fate.digest or known == fate:
+            return False
+        if known.digest == fate.digest and known.fate in FINAL and fate.fate == "pending":
+            return False
+        # Waiting changes nothing for the trainer, and that it is merged an image will say.
+        matters = fate.fate not in ("pending", "merged")
+        if matters:
+            self.mailbox.write_fate(number, fate)
+        self._fates[number] = fate
+        return matters
+
+    def _is_away(self, name: str, error: Exception) -> None:
+        """Says once that something does not work, however many threads notice."""
+        why = str(getattr(error, "message", error))
+        with self._lock:
+            first = not self._lost
+            self._lost.setdefault(name, time.monotonic())
+        if first and not self.closed.is_set():
+            what = "this folder" if isinstance(error, OSError) else "the server"
+            since = time.strftime("%H:%M:%S")
+            self._say(f"{what} is out of reach since {since}, training goes on: {why}")
+            self._events.note("link-lost", region=self.region, why=why)
+
+    def _is_back(self, name: str) -> None:
+        with self._lock:
+            if name not in self._lost:
+                return
+            silent = time.monotonic() - self._lost.pop(name)
+            last = not self._lost
+        if last and not self.closed.is_set():
+            self._say(f"back in reach after {silent:.0f} s")
+            self._events.note("link-back", region=self.region, silent_seconds=round(silent, 1))
+
+    @property
+    def away(self) -> bool:
+        """Whether something did not work when last tried."""
+        return bool(self._lost)

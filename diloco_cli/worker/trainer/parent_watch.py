@@ -1,0 +1,89 @@
+"""Whom does a trainer answer to, and for how long does it go on alone?
+
+Its first agent holds both ends of its pipes: standard input rings for mail, standard output
+rings back. When that agent dies, however it dies, the kernel closes the pipe. The trainer
+trains on, because all its mail is in files, and waits for another agent to take it over:
+
+    trainer.bell   FIFO   agent ─▶ trainer; held open by the agent for as long as it lives
+    agent.bell     FIFO   trainer ─▶ agent
+
+Nobody within `ALONE_SECONDS`: it checkpoints and leaves. So nothing that was left behind
+trains for long, and no inner step is lost when only an agent was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+
+from diloco_cli.system.wakeup import LAST_MOMENT, Wakeup, ring_pipe
+from diloco_cli.worker.mailbox import Mailbox
+
+ALONE_SECONDS = 60.0
+LOOK_SECONDS = 0.1
+
+
+class ParentWatch:
+    """A trainer's connection to its agent, whichever that is."""
+
+    def __init__(
+        self, bell: Wakeup, mailbox: Mailbox, voice: int, *, alone: float = ALONE_SECONDS
+    ) -> None:
+        """`voice` is where our first agent listens."""
+        self._bell, self._mailbox, self._voice, self._alone = bell, mailbox, voice, alone
+        self._ear: int | None = None
+        self.orphaned = False
+        """The agent that started us is gone."""
+
+    def listen(self) -> None:
+        # Where the disk knows no FIFOs nobody finds us, and we leave with our agent.
+        with contextlib.suppress(OSError):
+            self._ear = os.open(self._mailbox.trainer_bell, os.O_RDONLY | os.O_NONBLOCK)
+        threading.Thread(target=self._listen, name="bell", daemon=True).start()
+
+    def tell(self, word: str) -> None:
+        ring_pipe(self._voice, word)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                self._bell.ring()
+        self.orphaned = True
+        while self._ear is not None and self._is_found(self._ear):
+            self._voice = _speak(self._mailbox) or self._voice
+            self._obey(self._ear)
+        self._bell.leave("the agent is gone")
+        threading.Event().wait(LAST_MOMENT)
+        os._exit(1)
+
+    def _is_found(self, handle: int) -> bool:
+        """Waits for an agent at the other end; says whether one came in time."""
+        deadline = time.monotonic() + self._alone
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                if not os.read(handle, 4096):  # No bytes and no error: nobody is there.
+                    threading.Event().wait(LOOK_SECONDS)
+                    continue
+            return True
+        return False
+
+    def _obey(self, handle: int) -> None:
+        """Rings for everything an agent says, until it is gone."""
+        self._bell.ring()
+        self.tell("posted progress")
+        while True:
+            select.select([handle], [], [])
+            with contextlib.suppress(BlockingIOError):
+                if not os.read(handle, 4096):
+                    return
+                self._bell.ring()
+
+
+def _speak(mailbox: Mailbox) -> int | None:
+    try:
+        return os.open(mailbox.agent_bell, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return None

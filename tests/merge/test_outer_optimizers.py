@@ -1,0 +1,105 @@
+"""The outer step is the textbook's: the same numbers as optax, and plain while draining."""
+
+import numpy as np
+import optax
+import pytest
+
+from diloco_cli.core.fragments import Fragment, Piece
+from diloco_cli.errors import RegistryError
+from diloco_cli.merge.outer_optimizers import Nesterov, OuterOptimiser, outer_optimisers, outer_step
+from diloco_cli.merge.rules import Mean, Radial
+
+SIZE = 1000
+WHOLE = Fragment(0, (Piece("w", 0, SIZE, (SIZE,), 0),))
+
+
+def nesterov(lr: float, momentum: float) -> OuterOptimiser:
+    return outer_optimisers.build({"kind": "nesterov", "lr": lr, "momentum": momentum})
+
+
+def sgd(lr: float) -> OuterOptimiser:
+    return outer_optimisers.build({"kind": "sgd", "lr": lr})
+
+
+def random_vectors(count: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(7)
+    return [rng.normal(size=SIZE).astype(np.float32) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (nesterov(lr=0.4, momentum=0.9), optax.sgd(0.4, momentum=0.9, nesterov=True)),
+        (nesterov(lr=0.7, momentum=0.0), optax.sgd(0.7)),
+        (sgd(lr=0.7), optax.sgd(0.7)),
+    ],
+)
+def test_eight_steps_give_what_optax_gives(ours: OuterOptimiser, theirs):
+    theta, *deltas = random_vectors(9)
+    expected, state = theta, theirs.init(theta)
+    momentum = ours.start(SIZE)
+    for delta in deltas:
+        theta, momentum = ours.step(theta, momentum, delta, drain=False)
+        updates, state = theirs.update(delta, state)
+        expected = optax.apply_updates(expected, updates)
+    np.testing.assert_allclose(theta, np.asarray(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_a_drain_round_is_a_plain_step_and_leaves_the_momentum_alone():
+    theta, momentum, delta = random_vectors(3)
+    drained, kept = nesterov(lr=0.5, momentum=0.9).step(theta, momentum, delta, drain=True)
+    np.testing.assert_array_equal(drained, theta - np.float32(0.5) * delta)
+    np.testing.assert_array_equal(kept, momentum)
+
+
+def test_a_step_changes_none_of_its_arguments():
+    theta, momentum, delta = given = random_vectors(3)
+    copies = [each.copy() for each in given]
+    Nesterov().step(theta, momentum, delta, drain=False)
+    for each, copy in zip(given, copies, strict=True):
+        np.testing.assert_array_equal(each, copy)
+
+
+def test_results_are_float32():
+    theta, momentum, delta = random_vectors(3)
+    assert {each.dtype for each in Nesterov().step(theta, momentum, delta, drain=False)} == {
+        np.dtype(np.float32)
+    }
+
+
+def test_chunks_give_the_same_bits(monkeypatch):
+    theta, momentum, delta = random_vectors(3)
+    whole = Nesterov().step(theta, momentum, delta, drain=False)
+    monkeypatch.setattr("diloco_cli.core.fragments.CHUNK", 7)
+    cut = Nesterov().step(theta, momentum, delta, drain=False)
+    for left, right in zip(whole, cut, strict=True):
+        assert left.tobytes() == right.tobytes()
+
+
+def test_an_outer_step_merges_and_then_descends():
+    theta, left, right = random_vectors(3)
+    members = [(1.0, left), (3.0, right)]
+    after, _ = outer_step(
+        WHOLE, Mean(), sgd(lr=1.0), theta, np.zeros(0, np.float32), iter(members), drain=False
+    )
+    np.testing.assert_allclose(after, theta - (left + 3 * right) / 4, rtol=1e-5, atol=1e-6)
+
+
+def test_one_member_moves_the_weights_by_exactly_its_delta():
+    theta, delta = random_vectors(2)
+    nothing = np.zeros(0, np.float32)
+    after, _ = outer_step(WHOLE, Radial(), sgd(lr=1.0), theta, nothing, [(5.0, delta)], drain=False)
+    assert after.tobytes() == (theta - delta).tobytes()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"kind": "nesterov", "lr": 0},
+        {"kind": "nesterov", "momentum": 1.0},
+        {"kind": "sgd", "lr": float("nan")},
+    ],
+)
+def test_rates_that_cannot_train_are_refused(asked):
+    with pytest.raises(RegistryError):
+        outer_optimisers.build(asked)

@@ -1,0 +1,363 @@
+"""A small run to try a server with: three regions, two fragments, a clock turned by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from diloco_cli.core.fragments import Tensor, cut, gather
+from diloco_cli.core.ledger import Ledger
+from diloco_cli.core.rounds import Answer, Receipt
+from diloco_cli.merge.outer_optimizers import outer_optimisers
+from diloco_cli.merge.rules import merge_rules
+from diloco_cli.server.recovery.start import open_coordinator
+from diloco_cli.server.rounds.coordinator import Coordinator
+from diloco_cli.server.settings import ServerSettings
+from diloco_cli.server.store.journal import Journal
+from diloco_cli.server.store.on_disk import StoredState
+from diloco_cli.server.versions.next_version import Version, next_version
+from diloco_cli.spec.schema import RunSpec
+from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.frame import Header, open_frame, pack
+from diloco_cli.wire.messages import WIRE_VERSION, Heartbeat, Join, Joined, News, Tokens
+
+NAMES = ("iowa", "paris", "tokyo")
+TENSORS = (
+    Tensor("embed", (40, 8), embedding=True),
+    Tensor("norm", (8,)),
+    Tensor("w1", (8, 24)),
+    Tensor("w2", (24, 8)),
+)
+LEASE = 10.0
+
+
+def make_spec(names: Sequence[str] = NAMES, **changes: Any) -> RunSpec:
+    """A spec; `changes` replace single keys of `sync`, or whole sections."""
+    spec: dict[str, Any] = {
+        "spec": 1,
+        "name": "trial",
+        "budget": {"tokens": 1_000_000},
+        "inner": {"batch": 4, "sequence": 8},
+        "regions": [{"name": name} for name in names],
+        "sync": {
+            "fragments": 2,
+            "every": 6,
+            "quorum": 2,
+            "grace": {"kind": "fixed", "seconds": 5.0},
+        },
+        "server": {"listen": "127.0.0.1:0", "lease": LEASE},
+    }
+    for key, value in changes.items():
+        if key in ("budget", "server", "evaluate", "wire", "outer", "merge"):
+            spec[key] = {**spec.get(key, {}), **value}
+        else:
+            spec["sync"][key] = value
+    return RunSpec.model_validate(spec)
+
+
+def storing_all(**store: Any) -> ServerSettings:
+    """A run whose every version is stored as a whole."""
+    return make_recipe(make_spec(server={"store": {"kind": "folder", "whole": 1, **store}}))
+
+
+def make_recipe(spec: RunSpec | None = None) -> ServerSettings:
+    spec = spec or make_spec()
+    shared = spec.model_dump(mode="json", include={"name", "seed", "sync", "wire"})
+    return ServerSettings(
+        spec=spec,
+        layout=cut(TENSORS, spec.sync.fragments),
+        up=codecs.build(spec.wire.up),
+        merge=merge_rules.build(spec.merge),
+        outer=outer_optimisers.build(spec.outer),
+        spec_digest=hashlib.sha256(spec.name.encode()).hexdigest(),
+        settings=shared,
+    )
+
+
+def initial() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(7)
+    return {each.name: rng.normal(size=each.shape).astype(np.float32) for each in TENSORS}
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Lets an async test run; what it leaves behind in the loop is cancelled."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **fixtures: Any) -> None:
+        asyncio.run(test(*arguments, **fixtures))
+
+    return run
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def open_server(
+    folder: Path, recipe: ServerSettings | None = None, clock: Clock | None = None, **options: Any
+) -> Coordinator:
+    """Opens or reopens the server of a folder."""
+    clock = clock or Clock()
+    heard: list[str] = []
+    return open_coordinator(
+        recipe or make_recipe(),
+        folder / "server",
+        initial,
+        clock=clock,
+        wall=lambda: 1.7e9 + clock.now,
+        notice=heard.append,
+        **options,
+    )
+
+
+async def close_server(coordinator: Coordinator) -> None:
+    await coordinator.settled()
+    coordinator.state.close()
+    coordinator.state.store.close()
+
+
+def kill_server(coordinator: Coordinator) -> None:
+    """Forgets the server as SIGKILL would: nothing is flushed, only the lock is let go."""
+    store: Any = coordinator.state.store
+    coordinator.state.close()
+    store.journal._dead = "killed"
+    store.close()
+
+
+class Region:
+    """A region's worker as far as the server can tell: it sends frames made from seeds."""
+
+    def __init__(self, name: str, recipe: ServerSettings, run: str, *, owner: str = "") -> None:
+        self.name, self.recipe, self.run = name, recipe, run
+        self.owner, self.boot, self.epoch, self.clock = owner or f"disk-of-{name}", 1, 0, 0
+        count = len(recipe.sizes)
+        self.versions = [0] * count
+        self.prev = [""] * count
+        self.sent: dict[int, bytes] = {}
+        self.trained = [0.0] * count
+        self.applied = [0.0] * count
+        self.pending = [0.0] * count
+
+    @property
+    def join(self) -> Join:
+        return Join(
+            owner=self.owner,
+            boot=self.boot,
+            spec_digest=self.recipe.spec_digest,
+            layout_digest=self.recipe.layout.digest,
+            wire=WIRE_VERSION,
+        )
+
+    def beat(self, steps: float | Sequence[float] = 0.0, **said: Any) -> Heartbeat:
+        count = len(self.recipe.sizes)
+        every = [float(steps)] * count if isinstance(steps, int | float) else list(steps)
+        zeros = (0.0,) * count
+        tokens = Tokens(
+            trained=tuple(self.trained),
+            applied=tuple(self.applied),
+            pending=tuple(self.pending),
+            refused=zeros,
+            discarded=zeros,
+        )
+        about: dict[str, Any] = {
+            "epoch": self.epoch,
+            "step": self.clock,
+            "training": True,
+            "stopping": False,
+            "drained": False,
+            "fragments": [
+                {"version": version, "steps": held}
+                for version, held in zip(self.versions, every, strict=True)
+            ],
+            "tokens": tokens.model_dump(),
+        }
+        return Heartbeat.model_validate({**about, **said})
+
+    def frame(self, fragment: int, steps: float = 6.0, **header: Any) -> bytes:
+        """Trains a little and packs all of it."""
+        self.clock += 1
+        size = self.recipe.sizes[fragment]
+        name = int.from_bytes(self.name.encode(), "little")
+        values = np.random.default_rng([name, fragment, self.clock]).normal(size=size)
+        self.trained[fragment] += 32 * steps
+        self.pending[fragment] += 32 * steps
+        about: dict[str, Any] = {
+            "kind": "contribution",
+            "run": self.run,
+            "layout": self.recipe.layout.digest,
+            "fragment": fragment,
+            "size": size,
+            "codec": self.recipe.spec.wire.up,
+            "base": self.versions[fragment],
+            "version": self.versions[fragment],
+            "region": self.name,
+            "clock": self.clock,
+            "prev": self.prev[fragment],
+            "tokens": 32 * steps,
+            "steps": steps,
+        }
+        scaled = (0.01 * values).astype(np.float32)
+        self.sent[fragment] = pack(Header(**{**about, **header}), scaled)
+        return self.sent[fragment]
+
+    def adopt(self, fragment: int, version: int, merged: str) -> None:
+        """Takes a version over; what it merged of ours is no longer pending."""
+        self.versions[fragment] = version
+        if merged and merged != self.prev[fragment]:
+            frame = open_frame(self.sent[fragment])
+            assert merged == frame.digest
+            self.applied[fragment] += frame.header.tokens
+            self.pending[fragment] -= frame.header.tokens
+            self.prev[fragment] = merged
+
+
+def receipt_of(data: bytes) -> Receipt:
+    frame = open_frame(data)
+    about = frame.header
+    return Receipt(
+        about.region,
+        about.fragment,
+        about.base,
+        about.clock,
+        frame.digest,
+        about.prev,
+        about.tokens,
+        about.steps,
+        len(data),
+    )
+
+
+class Bench:
+    """A server without sockets and its regions; every method is one thing that happens."""
+
+    def __init__(self, folder: Path, recipe: ServerSettings | None = None) -> None:
+        self.folder, self.recipe, self.clock = folder, recipe or make_recipe(), Clock()
+        self.noted: list[tuple[str, dict[str, Any]]] = []
+        self.server = self._open()
+        self.run = self.server.state.store.run
+        self.regions = {
+            region.name: Region(region.name, self.recipe, self.run)
+            for region in self.recipe.spec.regions
+        }
+
+    def _open(self) -> Coordinator:
+        def note(kind: str, **fields: Any) -> None:
+            self.noted.append((kind, fields))
+
+        return open_server(self.folder, self.recipe, self.clock, note=note)
+
+    @property
+    def state(self):
+        return self.server.state
+
+    @property
+    def versions(self) -> list[int]:
+        return [slot.version for slot in self.state.ledger.slots]
+
+    def restart(self) -> None:
+        """Kills the server and starts the next one on the same folder."""
+        kill_server(self.server)
+        self.server = self._open()
+        self.server.resume()
+
+    async def join(self, *names: str) -> Joined:
+        joined = None
+        for name in names or tuple(self.regions):
+            joined = await self.server.join(name, self.regions[name].join)
+            self.regions[name].epoch = joined.epoch
+        assert joined is not None
+        return joined
+
+    async def beat(self, name: str, steps: float | Sequence[float] = 0.0, **said: Any) -> News:
+        return await self.server.heartbeat(name, self.regions[name].beat(steps, **said))
+
+    async def call(self, fragment: int = 0, *names: str) -> None:
+        """Lets regions report enough work on one fragment, so that it is called."""
+        steps = [0.0] * len(self.recipe.sizes)
+        steps[fragment] = 2.0 * self.recipe.spec.sync.every
+        for name in names or tuple(self.regions):
+            await self.beat(name, steps)
+        self.server.tick()
+        assert fragment in self.state.ledger.calls()
+        for name in names or tuple(self.regions):
+            await self.beat(name)
+
+    async def send(self, name: str, fragment: int = 0, data: bytes | None = None) -> Answer:
+        """Delivers a frame: its payload durable, then the decision."""
+        region = self.regions[name]
+        data = data or region.frame(fragment)
+        receipt = receipt_of(data)
+        self.state.store.keep_payload(receipt.digest, data)
+        return await self.server.submit(receipt, epoch=region.epoch)
+
+    async def round(self, fragment: int = 0, *names: str) -> None:
+        """One whole round in which these regions take part."""
+        await self.call(fragment, *(names or tuple(self.regions)))
+        for name in names or tuple(self.regions):
+            await self.send(name, fragment)
+        self.clock.now += self.recipe.spec.sync.grace.seconds
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Lets the server do all that is due now; regions adopt what it publishes."""
+        self.server.tick()
+        await self.server.settled()
+        self.server.tick()
+        for region in self.regions.values():
+            for fragment, newest in enumerate(self.state.weights.newest):
+                region.adopt(fragment, newest.number, newest.merged.get(region.name, ""))
+
+    def digests(self) -> list[str]:
+        """Every bit of the newest versions."""
+        return [newest.state.digest for newest in self.state.weights.newest]
+
+
+def read_journal(folder: Path) -> list[dict[str, Any]]:
+    journal, records = Journal.open(folder / "server" / "journal", notice=lambda said: None)
+    journal.close()
+    return records
+
+
+class Payloads:
+    """As much of a store as merging needs: frames by their digest."""
+
+    run = "replay"
+
+    def __init__(self, frames: Iterable[bytes]) -> None:
+        self._kept = {open_frame(data).digest: data for data in frames}
+
+    def payload(self, digest: str) -> bytes:
+        return self._kept[digest]
+
+
+def replayed(recipe: ServerSettings, folder: Path, frames: Iterable[bytes]) -> list[StoredState]:
+    """Makes every version again from the initial weights, the journal and the frames."""
+    ledger, store = Ledger.empty(len(recipe.sizes)), cast(Any, Payloads(frames))
+    versions = []
+    for fragment in recipe.layout.fragments:
+        theta = gather(initial(), fragment)
+        state = StoredState(theta, recipe.outer.start(fragment.size), theta)
+        versions.append(Version(0, state, "", {}, ()))
+    for number, record in enumerate(read_journal(folder), 1):
+        if record["kind"] == "published":
+            about = recipe.layout.fragments[record["fragment"]]
+            slot, old = ledger.slots[about.number], versions[about.number]
+            receipts = list(slot.closing.values())
+            made = next_version(recipe, store, old, about, receipts, drain=slot.drain)
+            assert isinstance(made, tuple), made
+            versions[about.number] = made[0]
+            assert made[0].digest == record["published"]
+        ledger.apply(number, record)
+    return [version.state for version in versions]

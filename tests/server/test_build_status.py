@@ -1,0 +1,136 @@
+"""The status document tells people what they would otherwise have to guess."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_cli.observe.units import state_of
+from diloco_cli.server.build_status import status, summary
+from diloco_cli.server.rounds.state import UPLOAD_TROUBLE_SECONDS
+from diloco_cli.server.store.durable import DiskFull
+from tests.server.harness import NAMES, Bench, in_a_loop, make_recipe, make_spec
+
+FULL = DiskFull("x needs 67 free bytes and has 3.", hint="Free some space.")
+
+
+def words(bench: Bench) -> dict[str, str]:
+    regions = status(bench.server, "http://h:1")["regions"]
+    return {region["name"]: state_of(region) for region in regions}
+
+
+@in_a_loop
+async def test_a_full_disk_is_trouble_until_something_is_written(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    bench.state.no_room("upload", FULL)
+    bench.server.tick()
+    told = status(bench.server, "http://h:1")
+    assert told["trouble"] == "x needs 67 free bytes and has 3. Free some space."
+    assert [fields["why"] for kind, fields in bench.noted if kind == "note"] == [told["trouble"]]
+    await bench.call(0)
+    await bench.send("iowa")
+    assert status(bench.server, "http://h:1")["trouble"] == ""
+
+
+@in_a_loop
+async def test_trouble_of_a_sender_who_is_gone_is_forgotten(tmp_path):
+    bench = Bench(tmp_path)
+    bench.state.no_room("upload", FULL)
+    bench.clock.now += UPLOAD_TROUBLE_SECONDS - 1
+    assert bench.state.trouble
+    bench.clock.now += 2
+    assert not bench.state.trouble
+    bench.state.no_room("version", FULL)
+    bench.clock.now += 1000
+    assert bench.state.trouble, "a version that cannot be stored is tried for ever"
+
+
+@in_a_loop
+async def test_who_said_goodbye_has_left_and_who_is_silent_is_away(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    for name in NAMES:
+        await bench.beat(name, 1.0)
+    await bench.beat("paris", stopping=True, why="SIGTERM received")
+    assert words(bench) == {"iowa": "training", "paris": "left", "tokyo": "training"}
+    bench.clock.now += 11
+    assert words(bench) == {"iowa": "away", "paris": "left", "tokyo": "away"}
+
+
+@in_a_loop
+async def test_a_finished_run_names_who_was_not_waited_for(tmp_path):
+    bench = Bench(tmp_path, make_recipe(make_spec(budget={"tokens": 500})))
+    await bench.join()
+    await bench.round(0)
+    await bench.round(1)
+    await bench.beat("tokyo", stopping=True)
+    left_at = bench.clock.now
+    for wait, over in ((9.9, False), (10.1, True)):
+        bench.clock.now = left_at + wait
+        for name in ("iowa", "paris"):
+            await bench.beat(name, drained=True)
+        await bench.settle()
+        assert bool(bench.state.ledger.finished) is over
+    assert summary(bench.server)["why"] == (
+        "every region but tokyo, not waited for, has given all it held"
+    )
+    applied = [region["applied"] for region in summary(bench.server)["regions"].values()]
+    assert sum(applied) == summary(bench.server)["tokens"]["applied"] > 0
+
+
+@in_a_loop
+async def test_the_regions_of_a_finished_run_are_done(tmp_path):
+    bench = Bench(tmp_path, make_recipe(make_spec(budget={"tokens": 500})))
+    await bench.join()
+    await bench.round(0)
+    await bench.round(1)
+    for name in NAMES:
+        await bench.beat(name, drained=True)
+    await bench.settle()
+    assert "done" not in words(bench).values(), "they may still measure the final weights"
+    bench.restart()
+    assert set(words(bench).values()) == {"done"}
+    assert {region["why"] for region in status(bench.server, "")["regions"]} == {""}
+
+
+@in_a_loop
+async def test_goodputs_count_what_was_kept_against_the_time_that_passed(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.round(0)
+    await bench.round(1, "iowa", "paris")
+    bench.clock.now = 1100.0
+    # Each fragment applied 192 tokens of iowa and paris, and tokyo's are in one of the two.
+    for name, lost in (("iowa", 0.0), ("paris", 192.0), ("tokyo", 0.0)):
+        await bench.beat(name, worked=50.0, lost=lost, pace=6.4)
+    told = status(bench.server, "http://h:1")
+    assert told["goodputs"]["participation"] == 5 / 6
+    assert told["goodputs"]["time"] == (50 + 25 + 50) / (3 * 100)
+    applied = told["tokens"]["applied"]
+    assert told["goodputs"]["tokens"] == pytest.approx(applied / (3 * 6.4 * 100))
+    assert [region["lost"] for region in told["regions"]] == [0.0, 192.0, 0.0]
+    assert summary(bench.server)["goodputs"] == told["goodputs"]
+    assert summary(bench.server)["regions"]["paris"]["lost"] == 192.0
+
+
+@in_a_loop
+async def test_an_outage_of_the_server_costs_goodput_and_a_rest_of_the_run_does_not(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.join()
+    await bench.round(0)
+    await bench.beat("iowa", worked=30.0)
+
+    async def elapsed_after(away: float) -> float:
+        bench.clock.now += away
+        bench.restart()
+        await bench.join()
+        await bench.beat("iowa", worked=30.0)
+        bench.clock.now += 10.0
+        found = status(bench.server, "http://h:1")["goodputs"]["time"]
+        return 30.0 / 3 / found
+
+    began = 1000.0
+    assert await elapsed_after(60.0) == pytest.approx(bench.clock.now - began)
+    await bench.round(1)  # The journal remembers the outage.
+    assert await elapsed_after(20.0) == pytest.approx(bench.clock.now - began)
+    assert await elapsed_after(50_000.0) < 200.0

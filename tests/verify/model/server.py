@@ -1,0 +1,359 @@
+"""The aggregation server of the model: the real ledger and rules, a symbolic outer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from diloco_cli.core import ledger as ledgers
+from diloco_cli.core import pace, rounds
+from diloco_cli.core.unmerged_work import Work
+from tests.verify.model.audit import Audit
+from tests.verify.model.seeded_run import LEASE
+from tests.verify.model.symbols import TINY, Frame, News, State, outer_step, quantised
+from tests.verify.model.virtual_time import Clockwork, Process, Violation
+
+Reply = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    epoch: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A heartbeat."""
+
+    reports: tuple[pace.Report, ...]
+    empty: tuple[bool, ...]
+    """By fragment: nothing is left to send."""
+    drained: bool
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A fragment on its way down: whole when there is no base, else deltas to add."""
+
+    version: int
+    merged: str | None
+    base: int | None
+    values: tuple[float, ...]
+
+
+class Server(Process):
+    kind = "server"
+
+    def __init__(self, world: Clockwork, audit: Audit) -> None:
+        super().__init__(world)
+        self.audit = audit
+        self.sync = world.setting.sync
+        self.journal: list[dict[str, Any]] = []
+        self.payloads: dict[str, Frame] = {}
+        self.states = {(f, 0): State() for f in range(self.sync.fragments)}
+
+    # Life
+
+    def start(self) -> None:
+        """Stands where the journal says; leases, timers and averages begin anew."""
+        now = self.world.now
+        self.up = True
+        self.ledger = ledgers.Ledger.empty(self.sync.fragments)
+        for number, record in enumerate(self.journal, 1):
+            if not self._forgotten(record):
+                self.ledger.apply(number, record)
+        self.first = len(self.journal)
+        self.averages = pace.Averages()
+        self.reports: dict[str, tuple[pace.Report, ...]] = {}
+        self.signs = dict.fromkeys(self.ledger.regions, now)
+        self.drained: set[str] = set()
+        self.empty: dict[str, tuple[bool, ...]] = {}
+        self.ended_at = now
+        self.closed_at = [now] * self.sync.fragments
+        self.timers = [0.0] * self.sync.fragments
+        self.rounds: list[rounds.Round] = []
+        for f, slot in enumerate(self.ledger.slots):
+            self.rounds.append(rounds.Round(tuple(slot.waiting)))
+            if slot.phase == "called":
+                self._open(f)
+            if slot.phase == "closing":
+                self.later(0.5, partial(self._compute, f))
+        self._beat()
+
+    def _forgotten(self, record: dict[str, Any]) -> bool:
+        lost = {"calls durable": "called", "epochs durable": "joined"}
+        return any(record["kind"] == kind and rule in self.world.off for rule, kind in lost.items())
+
+    def _beat(self) -> None:
+        self.tick()
+        self.later(1.0, self._beat)
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self.durable(lambda: self.journal.append(record))
+        self.ledger.apply(len(self.journal), record)
+
+    def live(self) -> set[str]:
+        now = self.world.now
+        return {region for region, sign in self.signs.items() if now < sign + LEASE}
+
+    # Requests
+
+    def join(self, region: str, owner: str, boot: int, reply: Reply) -> None:
+        member = self.ledger.regions.get(region)
+        left = self.signs.get(region, -LEASE) + LEASE - self.world.now
+        answer = ledgers.admit_worker(member, owner, boot, lease_left=left)
+        if isinstance(answer, ledgers.TurnedAway):
+            reply((answer.code, bool(self.ledger.finished)))
+            return
+        if answer.new:
+            self._append(
+                {
+                    "kind": "joined",
+                    "region": region,
+                    "owner": owner,
+                    "boot": boot,
+                    "epoch": answer.epoch,
+                }
+            )
+            self.drained.discard(region)
+            self.reports.pop(region, None)
+            self.empty.pop(region, None)
+        self.signs[region] = self.world.now
+        reply(Welcome(answer.epoch, self.ledger.high(region)))
+
+    def heartbeat(self, region: str, owner: str, epoch: int, beat: Beat, reply: Reply) -> None:
+        if epoch != self.ledger.standing(region, 0).epoch:
+            reply(Fenced())
+            return
+        self.audit.spoke(region, epoch, owner)
+        self.signs[region] = self.world.now
+        self.reports[region] = beat.reports
+        self.averages = pace.stepped(self.averages, region, beat.step_seconds)
+        self.empty[region] = beat.empty
+        if self.ledger.end and beat.drained:
+            self.drained.add(region)
+        else:
+            self.drained.discard(region)
+        self.tick()
+        reply(self._news(region))
+
+    def _news(self, region: str) -> News:
+        slots = self.ledger.slots
+        fates = {
+            f: (slot.decided[region].digest, slot.decided[region].fate)
+            for f, slot in enumerate(slots)
+            if region in slot.decided
+        }
+        forgetful = "calls durable" in self.world.off
+        return News(
+            self.ledger.news - self.first if forgetful else self.ledger.news,
+            tuple(slot.version for slot in slots),
+            self.ledger.calls(),
+            fates,
+            bool(self.ledger.end),
+            bool(self.ledger.finished),
+        )
+
+    def get(self, region: str, f: int, held: int, whole: bool, reply: Reply) -> None:
+        slot = self.ledger.slots[f]
+        if held >= slot.version:
+            return
+        merged = slot.merged.get(region, "")
+        if "cumulative map" in self.world.off:
+            merged = slot.merged[region] if region in slot.members else None
+        last = self.states[f, slot.version].published
+        if held < 0 or whole:
+            reply(Chain(slot.version, merged, None, (last,)))
+        elif "exact chain" in self.world.off:
+            jump = quantised(last - self.states[f, held].published)
+            reply(Chain(slot.version, merged, held, (jump,)))
+        else:
+            links = (self.states[f, v].delta for v in range(held + 1, slot.version + 1))
+            reply(Chain(slot.version, merged, held, tuple(links)))
+
+    def put(self, owner: str, epoch: int, frame: Frame, reply: Reply) -> None:
+        """Keeps the payload of a frame that may enter; decides once it is durable."""
+        decide = partial(self._decide, owner, epoch, frame, reply)
+        answer = self._admit(frame, epoch, unfit=None)
+        if not isinstance(answer, rounds.Accept):
+            decide(None)
+            return
+        self.durable(lambda: self.payloads.__setitem__(frame.digest, frame))
+        early = answer if "decided when journaled" in self.world.off else None
+        self.later(self.world.rng.uniform(0, 0.5), partial(decide, early))
+
+    def _admit(self, frame: Frame, epoch: int, unfit: str | None) -> rounds.Answer:
+        return rounds.admit(
+            frame.receipt(),
+            self.ledger.standing(frame.region, frame.fragment),
+            epoch=epoch,
+            alpha=self.sync.alpha,
+            staleness=self.sync.staleness,
+            unfit=unfit,
+        )
+
+    def _decide(
+        self, owner: str, epoch: int, frame: Frame, reply: Reply, early: rounds.Answer | None
+    ) -> None:
+        bad = not self.world.poisoned.isdisjoint(frame.tokens)
+        answer = early or self._admit(frame, epoch, unfit="not finite" if bad else None)
+        fate = {
+            rounds.Accept: "pending",
+            rounds.Returned: "returned",
+            rounds.Refused: "refused",
+            rounds.Foreign: "foreign",
+        }.get(type(answer))
+        if isinstance(answer, rounds.Ahead):
+            raise Violation("e", f"a worker is ahead of the server: {answer.why}")
+        if isinstance(answer, rounds.Fenced):
+            reply(Fenced())
+            return
+        self.audit.spoke(frame.region, epoch, owner)
+        if isinstance(answer, rounds.Recorded):
+            fate = answer.decision.fate
+        elif not isinstance(answer, rounds.Foreign) and getattr(answer, "sticky", True):
+            if "journal before reply" in self.world.off:
+                reply(fate)
+            record = {"kind": "decided", "receipt": frame.receipt().as_record(), "fate": fate}
+            self._append(record)
+        if isinstance(answer, rounds.Accept):
+            self._entered(frame)
+        assert fate is not None
+        reply(fate)
+        self.tick()
+
+    def _entered(self, frame: Frame) -> None:
+        f, now = frame.fragment, self.world.now
+        before = self.rounds[f]
+        self.rounds[f] = rounds.joined(before, frame.region, need=self.need, now=now)
+        if before.called_at is not None:
+            waited = now - before.called_at
+            self.averages = pace.answered(self.averages, frame.region, waited)
+            if before.met_at is None and self.rounds[f].met_at is not None:
+                self.averages = pace.met(self.averages, waited)
+
+    # Rounds
+
+    @property
+    def need(self) -> int:
+        ended = self.ledger.end and "drain without quorum" not in self.world.off
+        return 1 if ended else self.sync.quorum
+
+    def tick(self) -> None:
+        """Calls what is due, closes what may close, ends what is over."""
+        ledger, live = self.ledger, self.live()
+        if ledger.finished:
+            return
+        sizes = range(1, self.sync.fragments + 1)
+        if not ledger.end and ledger.applied(list(sizes)) >= self.world.setting.budget:
+            self._append({"kind": "end", "why": "budget reached"})
+            self.ended_at = self.world.now
+        if ledger.end:
+            due = pace.due_at_end(ledger.slots, self.reports, live)
+        else:
+            due = pace.due(ledger.slots, self.reports, live, self.sync)
+        for f in due:
+            self._append({"kind": "called", "fragment": f, "version": ledger.slots[f].version})
+            self._open(f)
+        for f, slot in enumerate(ledger.slots):
+            if slot.phase != "closing":
+                self._look(f, live)
+        self._finish()
+
+    def _open(self, f: int) -> None:
+        live = self.live()
+        self.rounds[f] = rounds.called(
+            self.rounds[f],
+            need=self.need,
+            usual=pace.usual_answer(self.averages, live, self.need),
+            grace=pace.grace(self.averages, live, self.sync),
+            now=self.world.now,
+        )
+
+    def _look(self, f: int, live: set[str]) -> None:
+        now, need = self.world.now, self.need
+        drained = [region for region, empty in self.empty.items() if empty[f]]
+        drained = drained if self.ledger.end else []
+        answer = rounds.decide(self.rounds[f], live=live, need=need, drained=drained, now=now)
+        self.audit.waits(self, f, isinstance(answer, rounds.Close))
+        if isinstance(answer, rounds.Close):
+            self._close(f, answer.members)
+        elif answer.until is not None and answer.until != self.timers[f]:
+            self.timers[f] = answer.until
+            self.later(answer.until - now + TINY, self.tick)
+
+    def _close(self, f: int, members: tuple[str, ...]) -> None:
+        slot = self.ledger.slots[f]
+        self._append(
+            {
+                "kind": "closed",
+                "fragment": f,
+                "version": slot.version,
+                "members": list(members),
+                "drain": bool(self.ledger.end),
+            }
+        )
+        self.rounds[f] = rounds.Round(tuple(slot.waiting))
+        self.closed_at[f] = self.world.now
+        self.later(self.world.rng.uniform(0.1, 1.0), partial(self._compute, f))
+
+    def _compute(self, f: int) -> None:
+        """Merges a closed round and publishes it; after a crash, does so again."""
+        slot = self.ledger.slots[f]
+        for region in sorted(slot.closing):
+            if self.world.faulty and self.world.chance(self.world.setting.unreadable):
+                self._drop(f, region)
+        if slot.closing:
+            version = slot.version + 1
+            state = merged_state(self.states[f, slot.version], slot, self.payloads)
+            self.audit.same_again(self.states.get((f, version)), state)
+            self.durable(lambda: self.states.__setitem__((f, version), state))
+            members = dict(slot.closing)
+            record = {"kind": "published", "fragment": f, "version": version, "published": "x"}
+            self.durable(lambda: self._publish(f, record, members))
+            self.ledger.apply(len(self.journal), record)
+            self.averages = pace.published(self.averages, self.world.now - self.closed_at[f])
+        self.tick()
+
+    def _publish(self, f: int, record: dict[str, Any], members: dict[str, Any]) -> None:
+        self.journal.append(record)
+        frames = [self.payloads[receipt.digest] for receipt in members.values()]
+        self.audit.published(self, f, record["version"], frames)
+
+    def _drop(self, f: int, region: str) -> None:
+        fate = self.world.rng.choice(("returned", "refused"))
+        self.audit.stats["dropped"] += 1
+        self._append(
+            {"kind": "dropped", "fragment": f, "region": region, "fate": fate, "why": "unreadable"}
+        )
+
+    def _finish(self) -> None:
+        ledger, now = self.ledger, self.world.now
+        if not ledger.end or any(slot.waiting or slot.closing for slot in ledger.slots):
+            return
+        for region in ledger.regions:
+            silent = max(self.ended_at, self.signs[region]) + 2 * LEASE
+            if "end waits for the lapsed" in self.world.off:
+                silent = self.signs[region] + LEASE
+            if region not in self.drained and now < silent:
+                return
+        self._append({"kind": "finished", "why": "everything is merged"})
+        self.audit.finished(self)
+
+
+def merged_state(state: State, slot: ledgers.FragmentState, payloads: dict[str, Frame]) -> State:
+    """The next version: members in name order, so that any replay adds in one order."""
+    members = [
+        (Work(receipt.tokens, receipt.steps), payloads[receipt.digest].value)
+        for _, receipt in sorted(slot.closing.items())
+    ]
+    return outer_step(state, members, drain=slot.drain)

@@ -1,0 +1,71 @@
+"""The page makers: what they say of records, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.verify.results import curves, goodput
+from tests.verify.results.records import Record, reached
+
+
+def record(folder: Path, method: str, tokens: float, **changes: Any) -> Path:
+    faults = [{"time": float(n), "kind": "kill-trainer", "region": "a", "at": n} for n in (1, 2)]
+    faults[1] |= {"skipped": "a is down already"}
+    said = {
+        "method": method,
+        "regions": 8,
+        "seconds": 20.0,
+        "faults": faults,
+        "tokens": {"trained": 90, "applied": 1000, "fault_free": 1200},
+        "goodput": {"time": 0.5, "tokens": tokens, "participation": None},
+        "recovery": {"count": 1, "p50": 2.0, "p95": 3.0},
+        "loss": {"heldout": 2.5, "curve": [[0, 5.0, 0.0], [500, 3.0, 10.0], [1000, 2.5, 20.0]]},
+        **changes,
+    }
+    path = folder / f"x-{method}" / "chaos.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(said))
+    return path
+
+
+def test_goodput_is_a_row_a_method_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    paths = [record(tmp_path, name, share) for name, share in (("decoupled", 0.9), ("rigid", 0.2))]
+    png, raw = tmp_path / "out" / "bars.png", tmp_path / "raw"
+    goodput.main([*map(str, paths), "--png", str(png), "--raw", str(raw)])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert rows[0] == (
+        "| 360 | data parallel, rigid | 1 | 20.0 % | 50.0 % | – | 2.0 / 3.0 s | 2.500 | 1,000 |"
+    )
+    assert "decoupled | 1 | 90.0 %" in rows[1]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert (raw / "x-rigid.json").read_bytes() == paths[1].read_bytes()
+
+
+def test_runs_of_other_faults_do_not_stand_side_by_side(tmp_path: Path):
+    one = record(tmp_path, "rigid", 0.2)
+    other = [{"time": 9.0, "kind": "kill-trainer", "region": "a", "at": 9.0}]
+    with pytest.raises(SystemExit, match="given these faults"):
+        goodput.main([str(one), str(record(tmp_path, "decoupled", 0.9, faults=other))])
+
+
+def test_time_to_a_loss_is_compared_with_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    quick = {"heldout": 2.0, "curve": [[0, 5.0, 0.0], [500, 2.0, 3.0]]}
+    slow = record(tmp_path, "rigid", 0.2)
+    fast = record(tmp_path, "decoupled", 0.9, loss=quick)
+    png = tmp_path / "curves.png"
+    curves.main([str(slow), str(fast), "--loss", "3", "--png", str(png), "--log"])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert "| 10.0 | 1.0 |" in rows[0] and "| 2.0 | 5.0 |" in rows[1]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    curves.main([str(slow), str(fast), "--loss", "2.2"])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert "not reached | – |" in rows[0] and "| 2.8 | – |" in rows[1]
+    assert reached(Record.load(slow).curve, 6.0) == 0.0

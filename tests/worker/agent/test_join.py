@@ -1,0 +1,140 @@
+"""A worker is let in under its own name, once, and only to the run that it belongs to."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from diloco_cli.errors import LinkError, SpecError, StoreError
+from diloco_cli.net.client import Held, OlderCopy
+from diloco_cli.system.wakeup import Wakeup
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.worker.agent.join import RegionJoin, SharedSettings
+from diloco_cli.worker.agent.published_weights import bring_up
+from diloco_cli.worker.mailbox import FolderOwner, Image, Mailbox
+from tests.worker.fake_server import LAYOUT, SIZE, TERMS, Counter
+
+
+@pytest.fixture
+def mailbox(tmp_path):
+    made = Mailbox(tmp_path / "regions" / "paris")
+    made.prepare()
+    return made
+
+
+@pytest.fixture
+def counter():
+    return Counter()
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def door(mailbox, said):
+    return RegionJoin(mailbox, "paris", TERMS, Wakeup(), say=said.append)
+
+
+def test_a_start_is_counted_before_the_server_hears_of_it(door, mailbox, counter):
+    seen = []
+    counter.join = lambda owner, boot: seen.append((mailbox.identity(), owner, boot)) or 1
+    door.boot()
+    door.boot()
+    joined = door.join(counter.connect(), "run-1", wait=1)
+    (before, owner, boot), after = seen[0], mailbox.identity()
+    assert before == FolderOwner(owner, 2) and boot == 2 and joined.epoch == 1
+    assert after == FolderOwner(owner, 2, "run-1", high=5)
+
+
+def test_a_region_that_another_worker_holds_is_waited_for(door, counter, said):
+    tries = []
+
+    def join(owner, boot):
+        tries.append(owner)
+        if len(tries) < 3:
+            raise Held("another worker holds this region", hint=None, retry_seconds=0.01)
+        return 2
+
+    counter.join = join
+    door.boot()
+    assert door.join(counter.connect(), "run-1", wait=0).epoch == 2
+    assert said == ["waiting to take over: another worker holds this region"]
+
+
+def test_an_older_copy_of_a_folder_takes_a_new_name(door, counter, mailbox):
+    def join(owner, boot):
+        if owner == "old":
+            raise OlderCopy("start 4, but start 9 was seen before")
+        return 3
+
+    counter.join = join
+    mailbox.write_identity(FolderOwner("old", 3, "run-1"))
+    door.boot()
+    assert door.join(counter.connect(), "run-1", wait=0).epoch == 3
+    assert mailbox.identity().owner != "old" and mailbox.identity().boot == 1
+
+
+def test_a_server_that_is_not_there_is_waited_for_but_not_for_ever(door, counter, said):
+    counter.away = True
+    with pytest.raises(LinkError, match="nobody answers"):
+        door.ask(counter.connect().run, wait=0.05)
+    assert said == ["waiting for the server: nobody answers"]
+
+
+def test_a_worker_told_to_leave_stops_waiting(door, counter):
+    counter.away = True
+    threading.Timer(0.05, door.bell.leave, ["a test"]).start()
+    assert door.ask(counter.connect().run, wait=60) is None
+
+
+def test_settings_that_differ_are_named_with_both_values(door, counter):
+    door.terms = SharedSettings({"sync": {"every": 24, "quorum": 1}, "seed": 0}, "3" * 64, LAYOUT)
+    with pytest.raises(SpecError, match=r"sync\.every: 8 there, 24 here") as caught:
+        door.check(counter.connect().run())
+    assert "quorum" not in caught.value.message
+
+
+def test_a_folder_of_another_run_is_refused(door, counter, mailbox):
+    mailbox.write_identity(FolderOwner("me", 1, "run-0"))
+    door.boot()
+    with pytest.raises(SpecError, match="belongs to run run-0, the server runs run-1"):
+        door.check(counter.connect().run())
+
+
+def test_a_server_older_than_our_images_is_refused(door, counter, mailbox):
+    mailbox.write_image(0, Image(4, {}, "", np.zeros(SIZE, np.float32)))
+    door.boot()
+    with pytest.raises(StoreError, match=r"holds version 4 of fragment 0, but .* newest is 0"):
+        door.join(counter.connect(), "run-1", wait=0)
+
+
+def test_a_server_that_went_on_from_an_older_copy_is_refused_at_the_same_number(
+    door, counter, mailbox
+):
+    counter.publish(0)
+    other = np.full(SIZE, 7, np.float32)
+    mailbox.write_image(0, Image(1, {}, vector_digest(other), other))
+    door.boot()
+    with pytest.raises(StoreError, match="Version 1 of fragment 0 that this region holds") as no:
+        door.join(counter.connect(), "run-1", wait=0)
+    assert no.value.exit_code == 5 and "older copy" in no.value.message
+    ours = counter.weights[0][-1]
+    mailbox.write_image(0, Image(1, {}, vector_digest(ours), ours))
+    assert door.join(counter.connect(), "run-1", wait=0).versions == (1, 0)
+
+
+def test_weights_that_the_servers_deltas_do_not_continue_are_another_history(counter):
+    other = np.full(SIZE, 7, np.float32)
+    held = Image(0, {}, vector_digest(other), other)
+    counter.publish(0)
+    with pytest.raises(StoreError, match="Version 0 of fragment 0") as no:
+        bring_up(counter.connect(), 0, held, 1)
+    assert no.value.exit_code == 5
+    # Weights of ours that are damaged prove nothing; they are fetched whole.
+    spoiled = Image(0, {}, "f" * 32, other)
+    image, why = bring_up(counter.connect(), 0, spoiled, 1)
+    assert image.version == 1 and "do not add up" in why

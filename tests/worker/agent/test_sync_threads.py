@@ -1,0 +1,291 @@
+"""The mail gets through: whatever the link does, once, and to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from diloco_cli.errors import StoreError
+from diloco_cli.net.client import FencedError
+from diloco_cli.observe.events import EventLog, read_events
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.frame import Header, pack
+from diloco_cli.wire.messages import Answer, Joined
+from diloco_cli.worker.agent.published_weights import bring_up
+from diloco_cli.worker.agent.sync_threads import SyncThreads
+from diloco_cli.worker.mailbox import Fate, Image, Mailbox
+from tests.worker.fake_server import LAYOUT, SIZE, Counter
+
+
+@pytest.fixture
+def mailbox(tmp_path):
+    made = Mailbox(tmp_path / "regions" / "paris")
+    made.prepare()
+    return made
+
+
+@pytest.fixture
+def counter():
+    return Counter()
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def courier_of(mailbox, counter, tmp_path, said):
+    """Makes a courier of the mailbox as it is by then."""
+    made = []
+
+    def make() -> SyncThreads:
+        courier = SyncThreads(
+            mailbox,
+            "paris",
+            Joined.model_validate({**counter.news(), "epoch": 1, "high": 5}),
+            connect=counter.connect,
+            events=EventLog(tmp_path / "events.jsonl", "paris"),
+            say=said.append,
+            on_mail=lambda: None,
+            on_change=lambda: None,
+        )
+        made.append(courier)
+        return courier
+
+    yield make
+    for courier in made:
+        courier.close()
+
+
+@pytest.fixture
+def courier(courier_of):
+    return courier_of()
+
+
+def write_frame(mailbox, clock=7, fragment=0):
+    header = Header(
+        kind="contribution",
+        run="run-1",
+        layout=LAYOUT,
+        fragment=fragment,
+        size=SIZE,
+        codec={"kind": "fp32"},
+        base=0,
+        version=0,
+        region="paris",
+        clock=clock,
+        tokens=10.0,
+        steps=1.0,
+    )
+    data = pack(header, np.ones(SIZE, np.float32))
+    mailbox.post(fragment, data)
+    return data[-32:].hex()
+
+
+def test_all_images_are_fetched_at_first(courier, counter, mailbox):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    assert [mailbox.image_version(number) for number in range(2)] == [0, 0]
+    assert "whole 0 0" in counter.asked and "whole 1 0" in counter.asked
+
+
+def test_newer_versions_come_as_deltas_and_are_the_servers_bits(courier, counter, mailbox):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    counter.publish(1)
+    counter.publish(1)
+    counter.wait_for(lambda: mailbox.image_version(1) == 2)
+    np.testing.assert_array_equal(mailbox.image(1).weights, counter.weights[1][2])
+    assert not [one for one in counter.asked if one.startswith("whole 1") and one != "whole 1 0"]
+
+
+def test_deltas_that_do_not_add_up_are_replaced_by_the_whole(courier, counter, mailbox, said):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    counter.lies = True
+    counter.publish(0)
+    counter.wait_for(lambda: mailbox.image_version(0) == 1)
+    np.testing.assert_array_equal(mailbox.image(0).weights, counter.weights[0][1])
+    counter.wait_for(lambda: any("do not add up" in line for line in said))
+
+
+def test_an_image_that_the_disk_has_changed_is_fetched_whole_and_counted(
+    mailbox, counter, courier_of, said
+):
+    wrong = Image(0, {}, vector_digest(counter.weights[0][0]), counter.weights[0][0] + 1)
+    mailbox.write_image(0, wrong)
+    courier = courier_of()
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    np.testing.assert_array_equal(mailbox.image(0).weights, counter.weights[0][0])
+    counter.wait_for(lambda: counter.heartbeats and counter.heartbeats[-1].mended == 1)
+    assert any("damaged on disk" in line for line in said)
+
+
+def test_a_copy_the_server_doubts_and_the_disk_changed_is_replaced(courier, counter, mailbox, said):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    counter.wait_for(lambda: len(counter.heartbeats[-1].images) == 2)
+    held = counter.heartbeats[-1].images
+    assert held[0].digest == vector_digest(counter.weights[0][0]) and held[0].version == 0
+    spoilt = Image(0, {}, held[0].digest, counter.weights[0][0] + 1)
+    mailbox.write_image(0, spoilt)
+    counter.tell(mend={0: held[0].digest})
+    counter.wait_for(lambda: counter.heartbeats[-1].mended == 1)
+    np.testing.assert_array_equal(mailbox.image(0).weights, counter.weights[0][0])
+    assert counter.asked.count("whole 0 0") == 2
+    assert any("damaged on disk" in line for line in said)
+
+
+def test_sound_bits_that_the_server_did_not_publish_are_another_history(courier, counter):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    counter.wait_for(lambda: len(counter.heartbeats[-1].images) == 2)
+    held = counter.heartbeats[-1].images
+    # An old word, about what was replaced since, means nothing.
+    counter.tell(mend={0: "f" * 32})
+    counter.publish(1)
+    counter.wait_for(lambda: counter.heartbeats[-1].images[1].version == 1)
+    assert courier.trouble is None
+    counter.tell(mend={0: held[0].digest})
+    counter.wait_for(lambda: courier.trouble is not None)
+    assert isinstance(courier.trouble, StoreError)
+    assert "restored from an older copy" in courier.trouble.message
+
+
+def test_what_the_server_has_pruned_is_fetched_as_its_newest_version(counter):
+    counter.pruned = True
+    counter.publish(0)
+    counter.publish(0)
+    image, why = bring_up(counter.connect(), 0, Image(0, {}, "", counter.weights[0][0]), 1)
+    assert image.version == 2 and "no longer there" in why
+    np.testing.assert_array_equal(image.weights, counter.weights[0][2])
+
+
+def test_a_posted_frame_is_sent_and_its_fate_written_down(courier, counter, mailbox):
+    counter.decide = lambda frame: Answer(fate="returned", why="too old")
+    courier.start()
+    digest = write_frame(mailbox)
+    courier.heard()
+    counter.wait_for(lambda: mailbox.fate(0) == Fate(digest, "returned", "too old"))
+    assert [frame.digest for frame in counter.submitted] == [digest] and not courier.unsent()
+
+
+def test_a_frame_the_server_knows_is_not_sent_again(courier, counter, mailbox):
+    digest = write_frame(mailbox)
+    counter.fates = {0: {"digest": digest, "fate": "merged"}}
+    courier.take(Joined.model_validate({**counter.news(), "epoch": 1, "high": 5}))
+    assert courier.unsent() == []
+
+
+def test_an_answer_about_an_older_frame_does_not_hide_the_newest(courier, counter, mailbox):
+    counter.decide = lambda frame: Answer(fate="foreign", why="somebody else")
+    courier.start()
+    digest = write_frame(mailbox)
+    courier.heard()
+    counter.wait_for(lambda: mailbox.fate(0) is not None)
+    counter.fates = {0: {"digest": "a" * 64, "fate": "merged"}}
+    counter.tell()
+    counter.wait_for(lambda: courier.news.n == counter.n)
+    assert mailbox.fate(0) == Fate(digest, "foreign", "somebody else")
+
+
+def test_older_news_does_not_overwrite_newer(courier, counter):
+    old = Joined.model_validate({**counter.news(), "epoch": 1, "high": 5})
+    counter.tell(end=True)
+    courier.take(Joined.model_validate({**counter.news(), "epoch": 1, "high": 5}))
+    courier.take(old)
+    assert courier.mailbox.calls().end
+    courier.take(old, known=old.n)  # Asked for before the newer news came.
+    assert courier.mailbox.calls().end
+
+
+def test_news_of_a_server_that_was_set_back_count_at_once(courier, counter):
+    courier.start()
+    counter.n = 50
+    counter.tell(end=True)
+    counter.wait_for(lambda: courier.mailbox.calls().n == 51)
+    counter.n = 8
+    counter.tell(end=False)
+    courier.heard()
+    counter.wait_for(lambda: courier.mailbox.calls().n == 9)
+    assert not courier.mailbox.calls().end
+
+
+def test_a_server_that_is_away_is_mentioned_once_and_everything_is_sent_later(
+    courier, counter, mailbox, said, tmp_path
+):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    counter.away = True
+    asked = len(counter.asked)
+    write_frame(mailbox)
+    courier.heard()
+    counter.wait_for(lambda: len(counter.asked) > asked + 6)
+    assert courier.away
+    counter.away = False
+    counter.wait_for(lambda: len(counter.submitted) == 1 and not courier.away)
+    kinds = [event.kind for event in read_events(tmp_path / "events.jsonl")]
+    assert kinds == ["link-lost", "link-back"]
+    assert "training goes on" in said[0] and "back in reach" in said[1] and len(said) == 2
+
+
+def test_a_frame_that_a_server_set_back_has_forgotten_is_sent_again(courier, counter, mailbox):
+    courier.start()
+    write_frame(mailbox)
+    courier.heard()
+    counter.wait_for(lambda: len(counter.submitted) == 1)
+    counter.fates = {}
+    counter.tell()
+    counter.wait_for(lambda: len(counter.submitted) >= 2)
+    first, again = counter.submitted[:2]
+    assert first.digest == again.digest
+
+
+def test_a_closed_courier_leaves_no_thread_behind(courier, counter):
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    courier.close()
+    counter.tell()  # Ends the waiting call.
+    courier.wait(20)
+    assert not any(thread.is_alive() for thread in courier._threads)
+
+
+def test_a_fenced_courier_stops_and_says_so(courier, counter):
+    courier.start()
+    counter.fenced = True
+    counter.tell()
+    counter.wait_for(lambda: isinstance(courier.trouble, FencedError))
+    assert courier.closed.is_set()
+
+
+def test_a_damaged_image_is_fetched_again(courier, counter, mailbox):
+    mailbox.image_file(0).write_bytes(b"nonsense")
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    assert mailbox.image_version(0) == 0
+
+
+def test_heartbeats_say_what_the_trainer_says(courier, counter, mailbox):
+    tokens = {f: [1.0, 2.0] for f in ("trained", "applied", "pending", "refused", "discarded")}
+    mailbox.write_progress(
+        {
+            "step": 12,
+            "training": True,
+            "drained": False,
+            "fragments": [{"version": 3, "steps": 2.0}, {"version": 4, "steps": 0.0}],
+            "tokens": tokens,
+            "loss": float("nan"),
+            "tokens_per_second": 100.0,
+            "step_seconds": 0.1,
+            "why": "training",
+            "heldout": {"versions": [3, 4], "loss": 2.5},
+        }
+    )
+    courier.state.update(training=None, why=None, restarts=2)
+    courier.start()
+    counter.wait_for(lambda: bool(counter.heartbeats))
+    beat = counter.heartbeats[0]
+    assert (beat.step, beat.training, beat.why, beat.restarts) == (12, True, "training", 2)
+    assert beat.fragments[0].version == 3 and beat.loss is None and beat.heldout.loss == 2.5
