@@ -1,4 +1,4 @@
-"""The shape of the code: layers point down, commands start light, files stay small."""
+"""The shape of the code: layers point down, commands start light, folders can be taken in."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 import diloco_cli
+from tests import ROOT
 
 PACKAGE = Path(diloco_cli.__file__).parent
-ROOT = PACKAGE.parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
+MOST_MODULES = 14
+MOST_LINES = 600
 HEAVY = {"jax", "jaxlib", "flax", "optax", "numba"}
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "misc", "base", "types", "manager"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -62,9 +64,65 @@ def test_the_probe_would_notice():
     assert "json" in loaded_after("import json")
 
 
-def test_no_module_outgrows_one_sitting():
-    lengths = {path: len(path.read_text().splitlines()) for path in SOURCES}
-    assert [str(path) for path, lines in lengths.items() if lines > 400] == []
+def folders_of(root: Path) -> list[Path]:
+    return sorted({path.parent for path in root.rglob("*.py")})
+
+
+def modules_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
+
+
+def crowded(root: Path) -> dict[str, int]:
+    """Folders with too many modules to take in at a glance."""
+    sizes = {str(folder): len(modules_of(folder)) for folder in folders_of(root)}
+    return {folder: size for folder, size in sizes.items() if size > MOST_MODULES}
+
+
+def unlisted(root: Path) -> list[str]:
+    """Modules and folders that the docstring of their folder does not list on a line."""
+    missing = []
+    for folder in folders_of(root):
+        start_page = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        listed = {line.split()[0] for line in start_page.splitlines() if len(line.split()) > 1}
+        inner = [f"{path.parent.name}/" for path in folder.glob("*/__init__.py")]
+        names = [*modules_of(folder), *inner]
+        missing += [f"{folder}: {name}" for name in names if name not in listed]
+    return missing
+
+
+def defined_twice(root: Path) -> dict[str, list[str]]:
+    """Public classes whose name means two things."""
+    places: dict[str, list[str]] = {}
+    for path in root.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+@pytest.mark.parametrize("root", [PACKAGE], ids=["package"])
+def test_folders_and_files_can_be_taken_in(root: Path):
+    assert crowded(root) == {}
+    lengths = {path: len(path.read_text().splitlines()) for path in root.rglob("*.py")}
+    assert [str(path) for path, lines in lengths.items() if lines > MOST_LINES] == []
+
+
+def test_every_folder_lists_its_modules():
+    assert unlisted(PACKAGE) == []
+
+
+def test_a_public_class_name_means_one_thing():
+    assert defined_twice(PACKAGE) == {}
+
+
+def test_these_checks_would_notice(tmp_path: Path):
+    for number in range(MOST_MODULES + 1):
+        (tmp_path / f"m{number}.py").write_text("class Same: ...\n")
+    (tmp_path / "__init__.py").write_text('"""A folder.\n\n    m0.py  listed\n    m1.py\n"""\n')
+    assert crowded(tmp_path) == {str(tmp_path): MOST_MODULES + 1}
+    assert f"{tmp_path}: m0.py" not in unlisted(tmp_path)
+    assert f"{tmp_path}: m1.py" in unlisted(tmp_path)
+    assert len(defined_twice(tmp_path)["Same"]) == MOST_MODULES + 1
 
 
 def test_no_file_is_a_drawer_for_odds_and_ends():
@@ -90,9 +148,9 @@ def dangerous(source: str) -> set[str]:
     return set(names_in(ast.parse(source))) & (FORBIDDEN_MODULES | FORBIDDEN_CALLS)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_turns_foreign_bytes_into_code(path: Path):
-    assert dangerous(path.read_text()) == set()
+def test_nothing_turns_foreign_bytes_into_code():
+    offenders = {path: dangerous(path.read_text()) for path in SOURCES}
+    assert {str(path): names for path, names in offenders.items() if names} == {}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,6 @@
+"""What a run needs and what to expect of it, before it starts. Start with plan.py.
+
+advice.py  what should change in a spec, why, and at what price?
+needs.py   what does a run need: memory, bytes, line rates, cores? In closed form, nothing …
+plan.py    will it do? What a run needs, what to expect of it, what holds it up, what to change
+"""

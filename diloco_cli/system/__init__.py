@@ -1,0 +1,9 @@
+"""What we need of the operating system: durable files, locks, wake-ups, memory, failpoints.
+
+failpoints.py     places where a test may let the server die, stall or fail; nothing …
+files.py          files that are there after a power cut, or not there at all
+malloc.py         memory that is needed again in a moment stays in the process
+server_memory.py  memory that is no longer needed goes back to the system
+signals.py        ctrl-C and its kin, remembered until a loop looks
+wakeup.py         something happened: wake up, or leave
+"""

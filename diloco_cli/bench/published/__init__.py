@@ -1,0 +1,9 @@
+"""Published tables, repeated cell by cell. Start with presets.py.
+
+bandwidth.py  presets about links: how many gigabits a second, and what fewer bits buy
+goodput.py    presets about failures and uneven speeds: how much of the time is well spent
+plot.py       pictures of rehearsals, as PNG files. Needs matplotlib, which comes with the …
+presets.py    rehearsals that everybody can repeat: published tables, and sizes nobody has …
+scale.py      the preset about size: a thousand regions, a million chips
+verdict.py    A rehearsal's answer: a table, what the literature says in the same cells, …
+"""

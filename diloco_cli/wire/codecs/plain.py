@@ -174,6 +174,3 @@ def refuse_non_finite(part: np.ndarray, start: int) -> None:
     if not finite.all():
         place = int(np.argmin(finite))
         raise NotFinite(float(part[place]), start + place)
-
-
-# Last, because these register their codecs here: whoever sees the registry sees all of ours.

@@ -1,0 +1,9 @@
+"""`diloco work`: holds the lease, moves frames and versions, keeps the trainer running. Start with
+agent.py.
+
+    agent.py              `diloco work`: a region's agent holds the lease, moves the mail, …
+    join.py               may this folder speak for its region?
+    published_weights.py  bringing a region's copy of the published weights up to date
+    sync_threads.py       the mail between a region's mailbox and the server, for as long as …
+    trainer_process.py    the trainer as a process: started, rung, told to stop, never left …
+"""

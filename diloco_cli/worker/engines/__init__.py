@@ -1,0 +1,6 @@
+"""The framework that computes a region's steps; the only place, with models, that imports JAX.
+
+device_codec.py  quantising on the device, so that packed codes cross to the host instead …
+jax_engine.py    the inner step: one jitted, donated function from weights and tokens to …
+optimizers.py    how weights move inside a region: inner optimisers and learning-rate schedules
+"""
