@@ -71,16 +71,18 @@ def plain(records: list[dict[str, Any]]) -> list[str]:
     def named(found: re.Match[str]) -> str:
         return names.setdefault(found.group(), f"digest-{len(names)}")
 
-    def sized(value: Any) -> Any:
+    def stable(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
-            return {k: 0 if k in SIZES else sized(v) for k, v in value.items()}
-        return list(map(sized, value)) if isinstance(value, list) else value
+            return {key: stable(inner, key) for key, inner in value.items()}
+        if isinstance(value, list):
+            return list(map(stable, value))
+        if key == "why":
+            return value.split(":")[0]  # The rest may name a file.
+        return 0 if key in SIZES else value
 
     lines = []
     for record in records:
-        if record["kind"] == "dropped":
-            record["why"] = record["why"].split(":")[0]  # The rest names a file.
-        text = json.dumps(sized(record), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        text = json.dumps(stable(record), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         lines.append(re.sub(r"\b[0-9a-f]{32,64}\b", named, text))
     return lines
 
