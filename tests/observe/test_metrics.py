@@ -1,5 +1,7 @@
 """Figures are pure folds; what is unknown is left out rather than shown as zero."""
 
+import json
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -13,6 +15,7 @@ from diloco_cli.observe.metrics import (
     seconds_left,
     staleness,
 )
+from tests import ROOT
 
 STATUS = {
     "run": "r1",
@@ -127,3 +130,9 @@ def test_a_log_whose_beginning_is_not_kept_still_tells_the_state():
     )
     assert known["state"] == "training" and known["regions"] == {"paris": "joined"}
     assert known["outer_steps"] == 14001
+
+
+def test_the_metrics_of_a_run_are_what_they_were():
+    golden = ROOT / "tests" / "golden"
+    status = json.loads((golden / "status-training.json").read_text())
+    assert prometheus_text(status) == (golden / "metrics-training.txt").read_text()
