@@ -29,7 +29,7 @@ from diloco_cli.observe.events import Event, read_events
 from diloco_cli.run.folder import address_of
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.worker.mailbox import TRAINER_LOCK, Mailbox
+from diloco_cli.worker.mailbox import Mailbox
 
 GOAL_SECONDS = 5.0
 START_SECONDS = 180.0
@@ -89,7 +89,7 @@ class RecoveringRegion:
 
     def kill(self) -> dict[str, float]:
         """Kills the trainer and waits for the next one's first step."""
-        if (pid := self._mailbox.holder(TRAINER_LOCK)) is None:
+        if (pid := self._mailbox.trainer_lock_holder()) is None:
             raise RunFailed("There is no trainer to kill.")
         self._read = newest_id(self._log)
         killed_at = time.time()

@@ -33,7 +33,7 @@ from diloco_cli.sim.faults import Fault
 from diloco_cli.sim.network import parse_link
 from diloco_cli.spec.resolved import FILE, write_resolved
 from diloco_cli.spec.schema import ChaosSpec, RunSpec
-from diloco_cli.system.signals import Signals
+from diloco_cli.system.wakeup import Signals
 
 if TYPE_CHECKING:
     from diloco_cli.bench.baselines.hub import GradientHub

@@ -20,7 +20,7 @@ from diloco_cli.launch.supervise import Patience, Supervisor
 from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run.supervise_run import LocalRun, LocalRunPlan, ServerCalls
 from diloco_cli.sim.faults import Fault
-from diloco_cli.system.signals import Signals
+from diloco_cli.system.wakeup import Signals
 
 START_SECONDS = 600.0
 """For every region to make its first step."""

@@ -147,12 +147,13 @@ def pull(
 
 def _asked(found: Target, asking: ShortCalls) -> dict[str, Any]:
     from diloco_cli.errors import LinkError
-    from diloco_cli.run.folder import is_a_regions, is_free, server_elsewhere
+    from diloco_cli.run.folder import is_a_regions, server_elsewhere
+    from diloco_cli.system.locks import FileLock
 
     if found.folder and is_a_regions(found.folder):
         raise server_elsewhere(found.folder, "status")
     # A server that was killed leaves its address behind, but not its lock.
-    if found.url is None or (found.folder and is_free(found.folder / "server" / "lock")):
+    if found.url is None or (found.folder and FileLock(found.folder / "server" / "lock").is_free()):
         raise LinkError(f"{found} has no server running.", hint="`diloco run` starts it again.")
     return asking.status(found.url)
 
@@ -237,12 +238,16 @@ def _print_summary(known: Mapping[str, Any], format: Format) -> None:
 def _await_end(found: Target, asking: ShortCalls, seconds: float) -> None:
     """Waits until nobody holds the run any more."""
     from diloco_cli.errors import LinkError, RunFailed
-    from diloco_cli.run.folder import is_free, runner_of
+    from diloco_cli.run.folder import runner_of
+    from diloco_cli.system.locks import FileLock
 
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found.folder:
-            if runner_of(found.folder) is None and is_free(found.folder / "server" / "lock"):
+            if (
+                runner_of(found.folder) is None
+                and FileLock(found.folder / "server" / "lock").is_free()
+            ):
                 return
         else:
             assert found.url is not None

@@ -8,7 +8,6 @@ FOLDER/summary.json         what it came to
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_cli.errors import LinkError, SpecError, StoreError
+from diloco_cli.system.locks import Busy, FileLock
 
 RUNS = Path("runs")
 RESOLVED = "spec.resolved.yaml"
@@ -81,56 +81,28 @@ def last_summary(folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Holds the folder for one `diloco run`; the kernel lets go when the process ends."""
+    lock = FileLock(folder / "run.lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise cannot_write(folder, error) from None
-    try:
-        _take(handle, folder)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _take(handle: int, folder: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-    except BlockingIOError:
-        pid = os.pread(handle, 32, 0).decode().strip() or "unknown"
+        lock.acquire()
+    except Busy as busy:
         raise SpecError(
-            f"{folder} is being run by process {pid}.",
+            f"{folder} is being run by process {busy.pid}.",
             hint=f"Watch it with `diloco status {folder}`, stop it with `diloco stop "
             f"{folder}`, or choose another folder with --dir.",
         ) from None
     except OSError as error:
         raise cannot_write(folder, error) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def runner_of(folder: Path) -> int | None:
-    """Says which process runs this folder; None when nobody does."""
-    path = folder / "run.lock"
-    if is_free(path):
-        return None
-    text = path.read_text().strip()
-    return int(text) if text.isdigit() else None
-
-
-def is_free(lock: Path) -> bool:
-    """Says whether nobody holds this lock file."""
-    try:
-        handle = os.open(lock, os.O_RDWR)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(handle)
+    """Says which process runs this folder; None when there is none."""
+    pid = FileLock(folder / "run.lock").holder()
+    return int(pid) if pid and pid.isdigit() else None
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -161,11 +133,9 @@ def _is_bare(folder: Path) -> bool:
 
 def refuse_served(folder: Path) -> None:
     """Raises when a server has this folder: a second one is a mistake of whoever starts it."""
-    lock = folder / "server" / "lock"
-    if not is_free(lock):
-        holder = lock.read_text(errors="replace").strip() or "unknown"
+    if pid := FileLock(folder / "server" / "lock").holder():
         raise SpecError(
-            f"{folder / 'server'} is in use by another server (process {holder}).",
+            f"{folder / 'server'} is in use by another server (process {pid}).",
             hint="Stop that one with `diloco stop`, or use another folder with --dir.",
         )
 
@@ -186,7 +156,7 @@ def set_aside(folder: Path) -> Path | None:
 def _refuse_lived_in(folder: Path) -> None:
     """Raises while processes write here: moved away, they would write into the next run."""
     locks = [folder / "server" / "lock", *folder.glob("regions/*/*lock")]
-    if busy := sorted({lock.parent.name for lock in locks if not is_free(lock)}):
+    if busy := sorted({lock.parent.name for lock in locks if not FileLock(lock).is_free()}):
         raise SpecError(
             f"{folder} cannot be set aside: {', '.join(busy)} still run there.",
             hint=f"`diloco stop {folder}` ends them. What a killed `diloco run` left behind ends "

@@ -33,9 +33,10 @@ from diloco_cli.launch.subprocesses import Launcher, Role
 from diloco_cli.launch.supervise import INCURABLE, Change, Patience, Supervisor
 from diloco_cli.observe.events import EventLog
 from diloco_cli.observe.terminal import ProgressDisplay
-from diloco_cli.run.folder import address_of, cannot_write, is_free, last_summary
+from diloco_cli.run.folder import address_of, cannot_write, last_summary
 from diloco_cli.run.goal import StopCondition
-from diloco_cli.system.signals import Signals
+from diloco_cli.system.locks import FileLock
+from diloco_cli.system.wakeup import Signals
 from diloco_cli.worker.handover import end_trainer
 from diloco_cli.worker.mailbox import Mailbox
 
@@ -140,7 +141,7 @@ class LocalRun:
         locks |= {name: folder / "regions" / name / "lock" for name in self.plan.regions}
         deadline = time.monotonic() + PREDECESSOR_SECONDS
         told = False
-        while busy := [name for name, lock in locks.items() if not is_free(lock)]:
+        while busy := [name for name, lock in locks.items() if not FileLock(lock).is_free()]:
             if not told:
                 self.progress.say(f"waiting for an earlier run to let go of: {', '.join(busy)}")
                 told = True

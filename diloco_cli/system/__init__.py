@@ -4,6 +4,6 @@ failpoints.py     places where a test may let the server die, stall or fail; not
 files.py          files that are there after a power cut, or not there at all
 malloc.py         memory that is needed again in a moment stays in the process
 server_memory.py  memory that is no longer needed goes back to the system
-signals.py        ctrl-C and its kin, remembered until a loop looks
-wakeup.py         something happened: wake up, or leave
+locks.py          a lock file that names its holder
+wakeup.py         wake a waiting thread: from a thread, a signal handler, or a pipe
 """

@@ -1,8 +1,7 @@
-"""Something happened: wake up, or leave.
+"""Wake a waiting thread: from another thread, a signal handler, or a pipe.
 
-A bell says only *that* there is news; what it is stands in the mailbox. It rings when
-the other side writes to our pipe, when a signal arrives, and when one of our own
-threads has finished something. The end of the pipe means that the other side is gone.
+A wake-up says only *that* something happened; the thread then looks for itself. The end of
+a pipe means that the process at the other end is gone.
 """
 
 from __future__ import annotations
@@ -16,77 +15,122 @@ from collections.abc import Callable
 from types import FrameType
 
 LAST_MOMENT = 60.0
-"""Seconds after which a process that was told to leave and cannot is ended."""
+"""Seconds after which a process that was told to stop and cannot is ended."""
 
 
 class Wakeup:
-    """Wakes one thread; may be rung from any thread and from signal handlers."""
+    """Wakes one thread; `wake` and `stop` may be called from signal handlers."""
 
     def __init__(self) -> None:
         # A SimpleQueue may be filled from inside a signal handler; an Event would deadlock
         # if the signal came while the main thread was about to wait for it.
-        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.leaving = ""
-        """Why to leave, in words; empty while there is no reason."""
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.stop_reason = ""
+        """Why to stop; empty while there is no reason."""
 
-    def ring(self) -> None:
-        self._rings.put(None)
+    def wake(self) -> None:
+        self._wakeups.put(None)
 
-    def leave(self, why: str) -> None:
-        self.leaving = self.leaving or why
-        self.ring()
+    def stop(self, why: str) -> None:
+        self.stop_reason = self.stop_reason or why
+        self.wake()
 
-    def rung(self) -> bool:
-        """Says whether it rang since it was last asked."""
-        heard = False
+    def clear(self) -> bool:
+        """Says whether there was a wake-up since the last call."""
+        woken = False
         with contextlib.suppress(queue.Empty):
             while True:
-                self._rings.get_nowait()
-                heard = True
-        return heard
+                self._wakeups.get_nowait()
+                woken = True
+        return woken
 
     def wait(self, seconds: float) -> bool:
-        """Waits for a ring, which `rung` then still knows of; says whether there was one."""
+        """Waits for a wake-up, which `clear` still reports; says whether there was one."""
         try:
-            self._rings.get(timeout=max(0.0, seconds))
+            self._wakeups.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return False
-        self.ring()
+        self.wake()
         return True
 
 
-def end_at_once(number: int) -> None:
+class Signals:
+    """Counts the signals that ask a command to stop; use as a context manager.
+
+    The first asks for an orderly end, the second for a quick one. Nothing is done inside
+    the handler, so no work is ever torn in two.
+    """
+
+    KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: int | None = None
+        self._wakeup = Wakeup()
+
+    def __enter__(self) -> Signals:
+        self._before = {kind: signal.signal(kind, self._handle) for kind in self.KINDS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for kind, handler in self._before.items():
+            signal.signal(kind, handler)
+
+    def pause(self, seconds: float) -> None:
+        """Sleeps until a signal comes, or the time is over."""
+        if self._wakeup.wait(seconds):
+            self._wakeup.clear()
+
+    @property
+    def impatient(self) -> bool:
+        return self.count > 1
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.first).name if self.first else ""
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + (self.first or 0)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self.count += 1
+        self.first = self.first or number
+        self._wakeup.wake()
+
+
+def exit_at_once(number: int) -> None:
     os._exit(128 + number)
 
 
-def leave_on_signals(
-    bell: Wakeup, *signals: signal.Signals, again: Callable[[int], None] = end_at_once
+def stop_on_signals(
+    wakeup: Wakeup, *signals: signal.Signals, second: Callable[[int], None] = exit_at_once
 ) -> None:
-    """The first signal asks to leave in order; a second one ends the process, or does `again`."""
+    """The first signal asks to stop in order; any later one calls `second`."""
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if bell.leaving:
-            again(number)
+        if wakeup.stop_reason:
+            second(number)
         else:
-            bell.leave(f"told to stop by {signal.Signals(number).name}")
+            wakeup.stop(f"told to stop by {signal.Signals(number).name}")
 
-    for each in signals:
-        signal.signal(each, handler)
+    for kind in signals:
+        signal.signal(kind, handler)
 
 
-def listen(bell: Wakeup, handle: int, *, gone: str) -> None:
-    """Rings for everything that arrives on a pipe; its end asks to leave, because of `gone`."""
+def wake_on_input(wakeup: Wakeup, handle: int, *, at_end: str) -> None:
+    """Wakes for everything that arrives on a pipe; its end asks to stop, because of `at_end`."""
 
     def read() -> None:
         with contextlib.suppress(OSError):
             while os.read(handle, 4096):
-                bell.ring()
-        bell.leave(gone)
+                wakeup.wake()
+        wakeup.stop(at_end)
 
-    threading.Thread(target=read, name="bell", daemon=True).start()
+    threading.Thread(target=read, name="wakeup", daemon=True).start()
 
 
-def ring_pipe(handle: int, word: str) -> None:
-    """Rings at the other end of a pipe; a full or broken one has heard enough."""
+def write_wakeup(handle: int, word: str) -> None:
+    """Wakes the reader of a pipe; a full pipe wakes it anyway, a broken one has none."""
     with contextlib.suppress(BlockingIOError, BrokenPipeError, ValueError):
         os.write(handle, f"{word}\n".encode())

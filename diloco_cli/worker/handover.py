@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diloco_cli.system.files import keep_bytes
-from diloco_cli.system.wakeup import ring_pipe
+from diloco_cli.system.wakeup import write_wakeup
 from diloco_cli.wire.messages import WIRE_VERSION
 from diloco_cli.worker.agent.trainer_process import last_words
-from diloco_cli.worker.mailbox import TRAINER_LOCK, FolderOwner, Mailbox
+from diloco_cli.worker.mailbox import FolderOwner, Mailbox
 
 LOOK_SECONDS = 0.5
 
@@ -62,26 +62,26 @@ def adopt(
     ended: Callable[[], None],
 ) -> InheritedTrainer | None:
     """Takes over the trainer that is at work here, if it is ours; sends any other away."""
-    pid = mailbox.holder(TRAINER_LOCK)
+    pid = mailbox.trainer_lock_holder()
     if pid is None:
         return None
     found = mailbox.trainer_papers()
     expected = json.loads(json.dumps({"pid": pid, **asdict(wanted)}))
-    bells = _open_bells(mailbox) if wanted.run and found == expected else None
-    if bells is None:
+    fifos = _open_fifos(mailbox) if wanted.run and found == expected else None
+    if fifos is None:
         end_trainer(mailbox, signal.SIGTERM)
         return None
-    return InheritedTrainer(mailbox, pid, bells, log, heard=heard, ended=ended)
+    return InheritedTrainer(mailbox, pid, fifos, log, heard=heard, ended=ended)
 
 
 def end_trainer(mailbox: Mailbox, number: signal.Signals = signal.SIGKILL) -> None:
     """Ends whatever trainer is at work in a region's folder, whoever started it."""
-    if (pid := mailbox.holder(TRAINER_LOCK)) is None:
+    if (pid := mailbox.trainer_lock_holder()) is None:
         return
     with contextlib.suppress(OSError):
         handle = _open_process(pid)
         # It may have ended since, and its number may be another's by now.
-        if mailbox.holder(TRAINER_LOCK) == pid:
+        if mailbox.trainer_lock_holder() == pid:
             _signal(handle, pid, number)
         if handle is not None:
             os.close(handle)
@@ -94,7 +94,7 @@ class InheritedTrainer:
         self,
         mailbox: Mailbox,
         pid: int,
-        bells: tuple[int, int],
+        fifos: tuple[int, int],
         log: Path,
         *,
         heard: Callable[[bytes], None],
@@ -104,7 +104,7 @@ class InheritedTrainer:
         self.code: int | None = None
         self._mailbox, self._log = mailbox, log
         self._began = log.stat().st_size if log.exists() else 0
-        self._voice, self._ear = bells
+        self._voice, self._ear = fifos
         self._process = _open_process(pid)
         self._heard, self._ended = heard, ended
         self._guard = threading.Lock()
@@ -115,7 +115,7 @@ class InheritedTrainer:
         """Says that there is mail."""
         with self._guard:
             if self.code is None:
-                ring_pipe(self._voice, "mail")
+                write_wakeup(self._voice, "mail")
 
     def stop(self) -> None:
         """Asks it to checkpoint and leave."""
@@ -138,7 +138,7 @@ class InheritedTrainer:
     def _is_there(self) -> bool:
         # With a handle it is there until the handle says otherwise. Its lock it gives back a
         # little earlier, and its number may be another's later.
-        return self._process is not None or self._mailbox.holder(TRAINER_LOCK) == self.pid
+        return self._process is not None or self._mailbox.trainer_lock_holder() == self.pid
 
     def _listen(self) -> None:
         watched = [self._ear] if self._process is None else [self._ear, self._process]
@@ -159,13 +159,13 @@ class InheritedTrainer:
         self._ended()
 
 
-def _open_bells(mailbox: Mailbox) -> tuple[int, int] | None:
+def _open_fifos(mailbox: Mailbox) -> tuple[int, int] | None:
     """Opens the way to a trainer and back; None if it does not listen."""
     ear = None
     try:
         # Our ear first: the trainer looks for it as soon as it hears us.
-        ear = os.open(mailbox.agent_bell, os.O_RDONLY | os.O_NONBLOCK)
-        return os.open(mailbox.trainer_bell, os.O_WRONLY | os.O_NONBLOCK), ear
+        ear = os.open(mailbox.agent_fifo, os.O_RDONLY | os.O_NONBLOCK)
+        return os.open(mailbox.trainer_fifo, os.O_WRONLY | os.O_NONBLOCK), ear
     except OSError:
         if ear is not None:
             os.close(ear)

@@ -10,7 +10,7 @@
     slow               chaos     how many times as long a step takes; there only while it does
     lock, trainer.lock           one agent and one trainer at a time
     trainer.json       trainer   who holds trainer.lock, for the next agent
-    *.bell                       FIFOs, see `lifeline`
+    *.bell                       FIFOs, see `trainer/parent_watch.py`
 
 Files are the truth. The pipes between the two processes only ring: what was missed is
 still there. Every file is replaced by a rename, so a reader sees the old or the new
@@ -20,10 +20,8 @@ content, never half of either.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +34,7 @@ from safetensors.numpy import save
 
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.system.files import keep_bytes
+from diloco_cli.system.locks import Busy, FileLock
 from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.wire.messages import News
 
@@ -88,7 +87,7 @@ class Mailbox:
         self.calls_file = folder / "calls.json"
         self.progress_file = folder / "progress.json"
         self.trainer_file = folder / "trainer.json"
-        self.trainer_bell, self.agent_bell = folder / "trainer.bell", folder / "agent.bell"
+        self.trainer_fifo, self.agent_fifo = folder / "trainer.bell", folder / "agent.bell"
 
     def prepare(self) -> None:
         """Makes the folders."""
@@ -101,14 +100,14 @@ class Mailbox:
                 hint="Fix the permissions, or choose another folder with --dir.",
             ) from None
 
-        for bell in (self.trainer_bell, self.agent_bell):
+        for fifo in (self.trainer_fifo, self.agent_fifo):
             # Where there are no FIFOs, a trainer that loses its agent leaves.
             with contextlib.suppress(OSError):
-                os.mkfifo(bell, 0o600)
+                os.mkfifo(fifo, 0o600)
 
-    def remove_bells(self) -> None:
+    def remove_fifos(self) -> None:
         """A folder where nobody works holds files only; call it under the lock."""
-        _remove((self.trainer_bell, self.agent_bell))
+        _remove((self.trainer_fifo, self.agent_fifo))
 
     def clear_agent_drafts(self) -> None:
         """Removes what an agent that died left half written; call it under the lock."""
@@ -237,39 +236,28 @@ class Mailbox:
     def trainer_papers(self) -> dict[str, Any] | None:
         return _read_json(self.trainer_file)
 
-    def holder(self, name: str = "lock") -> int | None:
-        """Says which process holds the folder; None when nobody does."""
-        try:
-            handle = os.open(self.folder / name, os.O_RDWR)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return None
-        except BlockingIOError:
-            text = os.pread(handle, 32, 0).decode(errors="replace").strip()
-            return int(text) if text.isdigit() else None
-        finally:
-            os.close(handle)
+    def trainer_lock_holder(self) -> int | None:
+        """Says which process trains here; None when there is none."""
+        pid = FileLock(self.folder / TRAINER_LOCK).holder()
+        return int(pid) if pid and pid.isdigit() else None
 
     @contextlib.contextmanager
     def locked(self, name: str = "lock", *, seconds: float = 0.0) -> Iterator[None]:
         """Holds the folder; a second holder waits `seconds`, then is told who the first one is."""
-        path = self.folder / name
+        lock = FileLock(self.folder / name)
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            lock.acquire(wait=seconds)
+        except Busy as busy:
+            raise SpecError(
+                f"{self.folder} is in use by another process, pid {busy.pid}.",
+                hint="One worker per region folder: stop that one, or give this one another --dir.",
+            ) from None
         except OSError as error:
-            raise _unusable(path, error) from None
+            raise _unusable(lock.path, error) from None
         try:
-            _take(handle, path, time.monotonic() + seconds)
-            try:
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-            except OSError as error:
-                raise _unusable(path, error) from None
             yield
         finally:
-            os.close(handle)
+            lock.release()
 
 
 def _unusable(path: Path, error: OSError) -> StoreError:
@@ -292,22 +280,6 @@ def stamp(path: Path) -> Stamp | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _take(handle: int, path: Path, deadline: float) -> None:
-    while True:
-        try:
-            # The kernel lets go of it with the process, however that ends.
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.05)
-    holder = os.pread(handle, 32, 0).decode().strip() or "unknown"
-    raise SpecError(
-        f"{path.parent} is in use by another process, pid {holder}.",
-        hint="One worker per region folder: stop that one, or give this one another --dir.",
-    )
 
 
 def _json(data: Mapping[str, Any]) -> bytes:

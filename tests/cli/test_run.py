@@ -17,8 +17,9 @@ import pytest
 from diloco_cli.cli.app import main
 from diloco_cli.errors import LinkError, SpecError
 from diloco_cli.observe.events import EventLog
-from diloco_cli.run.folder import find, held, is_free, last_summary, runner_of, set_aside
+from diloco_cli.run.folder import find, held, last_summary, runner_of, set_aside
 from diloco_cli.run.goal import StopCondition, parse_goal
+from diloco_cli.system.locks import FileLock
 
 SPEC = """
 spec: 1
@@ -187,7 +188,7 @@ def test_a_lock_ends_with_its_process():
         [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert child.stdin and child.stdout and child.stdout.readline() == b"held\n"
-    assert runner_of(folder) == child.pid and not is_free(folder / "run.lock")
+    assert runner_of(folder) == child.pid and not FileLock(folder / "run.lock").is_free()
     child.kill()
     child.wait()
     child.stdin.close()

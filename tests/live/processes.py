@@ -94,7 +94,7 @@ class Live:
             for process in alive:
                 assert process.exit_code() is None, process.last_words()
             assert time.monotonic() < deadline, "it did not happen"
-            time.sleep(0.05)  # Other processes have no bell for us to wait on.
+            time.sleep(0.05)  # Other processes cannot wake us.
 
     def exit_code(self, process: LocalProcess, seconds: float = 60.0) -> int:
         self.wait_for(lambda: process.exit_code() is not None, seconds=seconds)

@@ -41,6 +41,7 @@ from diloco_cli.server.store.journal import Journal, Notice, to_stderr
 from diloco_cli.server.store.run_identity import open_run, take_lock
 from diloco_cli.system.failpoints import reach
 from diloco_cli.system.files import draft_of, write_bytes
+from diloco_cli.system.locks import FileLock
 
 __all__ = ["Draft", "PayloadLost", "Store", "StoredState", "put_away", "stores"]
 
@@ -130,13 +131,13 @@ class Folder:
                 durable.make_folder(folder / name)
             durable.keep_names(folder)
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
         return FolderStore(self, folder, journal, lock), records
 
 
 class FolderStore(Archive):
-    def __init__(self, kind: Folder, folder: Path, journal: Journal, lock: int) -> None:
+    def __init__(self, kind: Folder, folder: Path, journal: Journal, lock: FileLock) -> None:
         super().__init__(folder, journal.run)
         self.kind, self.journal = kind, journal
         self._lock, self._shortest = lock, 0
@@ -268,9 +269,7 @@ class FolderStore(Archive):
             (self.folder / "address.json").unlink(missing_ok=True)
             self.journal.close()
         finally:
-            if self._lock >= 0:
-                os.close(self._lock)
-                self._lock = -1
+            self._lock.release()
 
 
 def put_away(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.server.store import durable
 from diloco_cli.server.store.durable import disk_errors
 from diloco_cli.server.store.journal import Journal, Notice, read_journal
+from diloco_cli.system.locks import Busy, FileLock
 
 STORE = 1
 """Version of the folder's form; any other is refused."""
@@ -20,24 +19,18 @@ STORE = 1
 FROM_COPY = "Restore the server folder from a copy."
 
 
-def take_lock(folder: Path) -> int:
-    """Holds the folder until the handle is closed or the process dies, however it dies."""
-    path = folder / "lock"
-    with disk_errors(path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def take_lock(folder: Path) -> FileLock:
+    """Holds the folder until the lock is released or the process dies, however it dies."""
+    lock = FileLock(folder / "lock", mode=0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.pread(handle, 32, 0).decode(errors="replace").strip()
-        os.close(handle)
+        with disk_errors(lock.path):
+            lock.acquire()
+    except Busy as busy:
         raise StoreError(
-            f"{folder} is in use by another server (process {holder or 'unknown'}).",
+            f"{folder} is in use by another server (process {busy.pid}).",
             hint="Stop that one with `diloco stop`, or use another folder with --dir.",
         ) from None
-    with disk_errors(path):
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-    return handle
+    return lock
 
 
 def open_run(

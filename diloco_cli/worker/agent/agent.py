@@ -30,7 +30,7 @@ from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.system.wakeup import Wakeup, end_at_once, leave_on_signals, listen
+from diloco_cli.system.wakeup import Wakeup, exit_at_once, stop_on_signals, wake_on_input
 from diloco_cli.wire.messages import Joined
 from diloco_cli.worker.agent.join import RegionJoin, SharedSettings
 from diloco_cli.worker.agent.sync_threads import SyncThreads
@@ -74,7 +74,7 @@ def work(
     may be away for any time. With `with_parent` the end of our standard input means that
     whoever started us is gone.
     """
-    bell = Wakeup()
+    wakeup = Wakeup()
     mailbox = Mailbox(folder / "regions" / region)
     mailbox.prepare()
     with mailbox.locked(seconds=LOCK_SECONDS):
@@ -82,16 +82,16 @@ def work(
         # Where the server listens, and how it keeps things, may be said on its own host only.
         spec_file = write_resolved(spec, folder, apart="server")
         argv, limit = _argv(region, cores, spec_file), spec.wire.bits_per_second
-        agent = Agent(region, folder, server_url, terms, bell, argv=argv, rate_limit=limit)
+        agent = Agent(region, folder, server_url, terms, wakeup, argv=argv, rate_limit=limit)
         agent.connect = partial(agent.connect, identity=identity)
 
         def at_once(number: int) -> None:
             agent.kill_trainer()
-            end_at_once(number)
+            exit_at_once(number)
 
-        leave_on_signals(bell, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, again=at_once)
+        stop_on_signals(wakeup, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, second=at_once)
         if with_parent:
-            listen(bell, 0, gone="whoever started this worker is gone")
+            wake_on_input(wakeup, 0, at_end="the process that started this worker is gone")
         gc.freeze()  # What is there by now stays: looking through it again and again is no use.
         return agent.run(wait=wait)
 
@@ -109,13 +109,13 @@ class Agent:
         folder: Path,
         url: str,
         terms: SharedSettings,
-        bell: Wakeup,
+        wakeup: Wakeup,
         *,
         argv: Sequence[str],
         rate_limit: float | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.region, self.terms, self.bell, self.argv = region, terms, bell, argv
+        self.region, self.terms, self.wakeup, self.argv = region, terms, wakeup, argv
         self.mailbox = Mailbox(folder / "regions" / region)
         self.mailbox.prepare()
         self.log = folder / "logs" / f"{region}.trainer.log"
@@ -131,14 +131,14 @@ class Agent:
 
     def run(self, *, wait: float) -> int:
         """Joins and serves, as often as it is fenced; says the exit code."""
-        door = RegionJoin(self.mailbox, self.region, self.terms, self.bell, say=self.say)
+        door = RegionJoin(self.mailbox, self.region, self.terms, self.wakeup, say=self.say)
         door.boot()
         self._adopt_trainer()
         try:
             return self._run(door, wait=float("inf") if self.trainer else wait)
         finally:
             self._stop_trainer()
-            self.mailbox.remove_bells()
+            self.mailbox.remove_fifos()
 
     def _run(self, door: RegionJoin, *, wait: float) -> int:
         with self.connect(retry=Retry(tries=1)) as server:
@@ -166,7 +166,7 @@ class Agent:
             return
         wanted = papers(self.argv, self.log.parent.parent / RESOLVED, identity)
         self.trainer = adopt(
-            self.mailbox, wanted, self.log, heard=self._heard, ended=self.bell.ring
+            self.mailbox, wanted, self.log, heard=self._heard, ended=self.wakeup.wake
         )
         if self.trainer:
             self._since = time.monotonic()
@@ -193,7 +193,7 @@ class Agent:
             events=self.events,
             say=self.say,
             on_mail=self._ring_trainer,
-            on_change=self.bell.ring,
+            on_change=self.wakeup.wake,
         )
         self._courier = courier
         self.say(f"joined as epoch {joined.epoch}, versions {list(joined.versions)}")
@@ -214,8 +214,8 @@ class Agent:
         while True:
             if courier.trouble:
                 raise courier.trouble
-            if self.bell.leaving or courier.news.stop:
-                return self._leave(courier, self.bell.leaving or "the run was stopped")
+            if self.wakeup.stop_reason or courier.news.stop:
+                return self._leave(courier, self.wakeup.stop_reason or "the run was stopped")
             if courier.up_to_date.is_set():
                 if self.trainer is None and time.monotonic() >= self._again_at:
                     self._start_trainer(courier)
@@ -240,7 +240,7 @@ class Agent:
             self.say(f"training begins: {how_far(said)}" if first else how_far(said))
 
     def _until_next_start(self) -> float:
-        """How long to sleep; the bell wakes us for everything but a pause that is over."""
+        """How long to sleep; a wake-up ends it for everything but a pause that is over."""
         left = self._again_at - time.monotonic()
         return left if self.trainer is None and 0 < left < 1 else 1.0
 
@@ -260,7 +260,9 @@ class Agent:
         self._tell(courier, "starting the trainer")
         self._since = time.monotonic()
         self._told_at = None
-        self.trainer = TrainerProcess(self.argv, self.log, heard=self._heard, ended=self.bell.ring)
+        self.trainer = TrainerProcess(
+            self.argv, self.log, heard=self._heard, ended=self.wakeup.wake
+        )
         about = {"pid": self.trainer.pid, "restarts": self.restarts}
         self.events.note("trainer-started", region=self.region, **about)
 
@@ -329,8 +331,8 @@ class Agent:
             self.say(f"left without a goodbye: {error.message}")
 
     def _pause(self, seconds: float) -> None:
-        if self.bell.wait(seconds):
-            self.bell.rung()
+        if self.wakeup.wait(seconds):
+            self.wakeup.clear()
 
     def _ring_trainer(self) -> None:
         if trainer := self.trainer:

@@ -45,12 +45,12 @@ class RegionJoin:
         mailbox: Mailbox,
         region: str,
         terms: SharedSettings,
-        bell: Wakeup,
+        wakeup: Wakeup,
         *,
         say: Callable[[str], None],
     ) -> None:
         self.mailbox, self.region, self.terms = mailbox, region, terms
-        self.bell, self.say = bell, say
+        self.wakeup, self.say = wakeup, say
         self.identity = FolderOwner("", 0)
 
     def boot(self) -> None:
@@ -110,7 +110,7 @@ class RegionJoin:
         waited for without end, because that is what a stand-by does.
         """
         deadline, said = time.monotonic() + wait, ""
-        while not self.bell.leaving:
+        while not self.wakeup.stop_reason:
             pause = ASK_AGAIN
             try:
                 return question()
@@ -127,8 +127,8 @@ class RegionJoin:
             if why != said:
                 self.say(f"{why}: {detail}")
                 said = why
-            if self.bell.wait(pause):
-                self.bell.rung()
+            if self.wakeup.wait(pause):
+                self.wakeup.clear()
         return None
 
     def _remember(self, identity: FolderOwner) -> None:

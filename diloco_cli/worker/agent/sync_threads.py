@@ -70,7 +70,7 @@ class SyncThreads:
         """What the agent knows better than the trainer's progress."""
         self._connect, self._events, self._say = connect, events, say
         self._on_mail, self._on_change = on_mail, on_change
-        self._bells = {name: Wakeup() for name in ("heartbeat", "upload", "download")}
+        self._wakeups = {name: Wakeup() for name in ("heartbeat", "upload", "download")}
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._shelf = PublishedWeights(mailbox, len(joined.versions))
@@ -99,15 +99,15 @@ class SyncThreads:
 
     def close(self) -> None:
         self.closed.set()
-        for bell in self._bells.values():
-            bell.ring()
+        for wakeup in self._wakeups.values():
+            wakeup.wake()
 
     def heard(self, words: bytes = b"posted progress") -> None:
         """The trainer has posted or progressed."""
         if b"posted" in words:
-            self._bells["upload"].ring()
+            self._wakeups["upload"].wake()
         if b"progress" in words:
-            self._bells["heartbeat"].ring()
+            self._wakeups["heartbeat"].wake()
 
     def take(self, news: News, *, known: int = -1) -> None:
         """Puts news into the mailbox, once, and rings whoever it concerns.
@@ -132,7 +132,7 @@ class SyncThreads:
             changed |= self._shelf.doubt(news.mend)  # Or raises: see `_repeat`.
         if changed:
             self._on_mail()
-            self._bells["download"].ring()
+            self._wakeups["download"].wake()
             self._on_change()
 
     def _forget_lost(self, news: News) -> None:
@@ -144,7 +144,7 @@ class SyncThreads:
             known = news.fates.get(number)
             if fate.fate == "pending" and (known is None or known.digest != fate.digest):
                 del self._fates[number]
-                self._bells["upload"].ring()
+                self._wakeups["upload"].wake()
 
     def unsent(self) -> list[Letter]:
         """Lists the frames in the outbox whose fate is unknown."""
@@ -209,9 +209,9 @@ class SyncThreads:
         known = self.news.n
         self.take(server.heartbeat(self.region, self.report()), known=known)
         self.closed.wait(SHORTEST_GAP)
-        bell = self._bells["heartbeat"]
-        if bell.wait(self.news.lease_seconds / 4):
-            bell.rung()
+        wakeup = self._wakeups["heartbeat"]
+        if wakeup.wait(self.news.lease_seconds / 4):
+            wakeup.clear()
 
     def _calls(self, server: Client) -> None:
         news = server.calls(self.region, after=self.news.n, epoch=self.epoch)
@@ -236,9 +236,9 @@ class SyncThreads:
             if matters:
                 self._on_mail()
             self._on_change()
-        bell = self._bells["upload"]
-        if bell.wait(self.news.lease_seconds):
-            bell.rung()
+        wakeup = self._wakeups["upload"]
+        if wakeup.wait(self.news.lease_seconds):
+            wakeup.clear()
 
     def _download(self, server: Client) -> None:
         for number, version in enumerate(self.news.versions):
@@ -246,9 +246,9 @@ class SyncThreads:
                 self._fetch(server, number, version)
         self.up_to_date.set()
         self._on_change()
-        bell = self._bells["download"]
-        if bell.wait(self.news.lease_seconds):
-            bell.rung()
+        wakeup = self._wakeups["download"]
+        if wakeup.wait(self.news.lease_seconds):
+            wakeup.clear()
 
     def _fetch(self, server: Client, number: int, version: int) -> None:
         image, why = self._shelf.fetch(server, number, version)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diloco_cli.system.wakeup import ring_pipe
+from diloco_cli.system.wakeup import write_wakeup
 
 TAIL_BYTES = 64_000
 MOST_LETTERS = 600
@@ -41,8 +41,8 @@ class TrainerProcess:
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, bufsize=0
             )
         assert self._child.stdin and self._child.stdout
-        self._bell = self._child.stdin.fileno()
-        os.set_blocking(self._bell, False)
+        self._input = self._child.stdin.fileno()
+        os.set_blocking(self._input, False)
         self._guard = threading.Lock()
         self._heard, self._ended = heard, ended
         self._thread = threading.Thread(target=self._listen, name="trainer", daemon=True)
@@ -61,7 +61,7 @@ class TrainerProcess:
         """Says that there is mail."""
         with self._guard:
             if self._child.stdin and not self._child.stdin.closed:
-                ring_pipe(self._bell, "mail")
+                write_wakeup(self._input, "mail")
 
     def stop(self) -> None:
         """Asks it to checkpoint and leave."""

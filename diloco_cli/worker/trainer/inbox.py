@@ -13,7 +13,7 @@ from diloco_cli.worker.mailbox import Fate, Mailbox, Stamp, stamp
 from diloco_cli.worker.trainer.mail import IncomingImage, MailThreads
 
 LOOK_SECONDS = 1.0
-"""The mailbox is looked into at least this often, whether the bell rang or not."""
+"""The mailbox is looked into at least this often, woken or not."""
 
 
 class Inbox:

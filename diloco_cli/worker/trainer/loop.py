@@ -31,7 +31,7 @@ from diloco_cli.errors import WireError
 from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.system.wakeup import LAST_MOMENT, Wakeup, leave_on_signals
+from diloco_cli.system.wakeup import LAST_MOMENT, Wakeup, stop_on_signals
 from diloco_cli.wire.codecs.plain import NotFinite
 from diloco_cli.worker.handover import papers, show_papers
 from diloco_cli.worker.mailbox import TRAINER_LOCK, Fate, FolderOwner, Mailbox
@@ -69,15 +69,15 @@ def train(
     startup = StartupTimes()
     set_up(cores)
     startup.mark()
-    bell = Wakeup()
+    wakeup = Wakeup()
     # Whoever signals the whole group signals us twice: once himself, once through the agent.
     # A trainer that hangs is killed by the agent, so asking again is not needed.
-    leave_on_signals(bell, signal.SIGTERM, again=lambda number: None)
+    stop_on_signals(wakeup, signal.SIGTERM, second=lambda number: None)
     # Ctrl-C and a closed terminal are for the agent, which tells us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mailbox = Mailbox(folder / "regions" / region)
-    lifeline = ParentWatch(bell, mailbox, _take_over_stdout(), alone=alone)
+    lifeline = ParentWatch(wakeup, mailbox, _take_over_stdout(), alone=alone)
     lifeline.listen()
     # A trainer that was sent away may still be writing its last checkpoint.
     with mailbox.locked(TRAINER_LOCK, seconds=LAST_MOMENT + 10):
@@ -88,12 +88,12 @@ def train(
         show_papers(mailbox, papers(sys.orig_argv, folder / RESOLVED, identity))
         task = prepare(spec, region)
         events = EventLog(folder / "events.jsonl", f"{region}.trainer")
-        trainer = Trainer(task, mailbox, bell, tell=lifeline.tell, events=events, startup=startup)
+        trainer = Trainer(task, mailbox, wakeup, tell=lifeline.tell, events=events, startup=startup)
         return trainer.run()
 
 
 def _take_over_stdout() -> int:
-    """Keeps standard output for the bell; whatever libraries print goes to the log."""
+    """Keeps standard output for wake-ups to the agent; whatever libraries print goes to the log."""
     handle = os.dup(1)
     os.dup2(2, 1)
     # An agent that does not read must not stop the training.
@@ -108,13 +108,13 @@ class Trainer:
         self,
         task: Task,
         mailbox: Mailbox,
-        bell: Wakeup,
+        wakeup: Wakeup,
         *,
         tell: Callable[[str], None],
         events: EventLog,
         startup: StartupTimes | None = None,
     ) -> None:
-        self.task, self.mailbox, self.bell = task, mailbox, bell
+        self.task, self.mailbox, self.wakeup = task, mailbox, wakeup
         self.sync = task.spec.sync
         self.inbox = Inbox(mailbox, task.layout.fragments)
         standing = stand(
@@ -124,7 +124,7 @@ class Trainer:
         self.own = WeightsAndBooks(task, standing, run=identity.run, owner=identity.owner)
         self.drafts: list[OutgoingFrame | None] = [None] * self.sync.fragments
         self.desk = MailThreads(
-            mailbox, task.region, level=task.spec.wire.zstd, ring=bell.ring, tell=tell
+            mailbox, task.region, level=task.spec.wire.zstd, ring=wakeup.wake, tell=tell
         )
         self.reporter = ProgressReport(task, mailbox, events, tell=tell)
         self.meter = self.reporter.meter
@@ -149,14 +149,14 @@ class Trainer:
         try:
             while True:
                 self.boundary()
-                if self.bell.leaving or (self.inbox.news and self.inbox.news.stop):
-                    return self._leave(self.bell.leaving or "the run was stopped")
+                if self.wakeup.stop_reason or (self.inbox.news and self.inbox.news.stop):
+                    return self._leave(self.wakeup.stop_reason or "the run was stopped")
                 if self.inbox.news and self.inbox.news.finished and self._is_up_to_date():
                     return self._finish()
                 if why := self._waits_for():
                     self._wait(why)
                 elif (early := self.tempo.due - time.monotonic()) > 0:
-                    self.bell.wait(early)  # Mail is answered meanwhile, at the next boundary.
+                    self.wakeup.wait(early)  # Mail is answered meanwhile, at the next boundary.
                 else:
                     self.inner_step()
         finally:
@@ -180,7 +180,7 @@ class Trainer:
     def _exchange(self) -> None:
         """Takes in what arrived and answers what is asked."""
         self._collect_drafts()
-        if self.bell.rung() or self.inbox.is_due(now=time.monotonic()):
+        if self.wakeup.clear() or self.inbox.is_due(now=time.monotonic()):
             self.inbox.look(self.desk)
         for number, fate in enumerate(self.inbox.fates):
             if fate and self.own.answered(number, fate):
@@ -255,7 +255,7 @@ class Trainer:
                 self.report()  # Nobody else tells the server while we stand still.
 
     def _answer_calls(self) -> None:
-        if self.inbox.news is None or self.inbox.news.finished or self.bell.leaving:
+        if self.inbox.news is None or self.inbox.news.finished or self.wakeup.stop_reason:
             return
         for number, version in self.inbox.news.calls.items():
             if self.own.may_answer(number, version):
@@ -315,7 +315,7 @@ class Trainer:
             self.reporter.why = why
             self.report()
         began = time.monotonic()
-        self.bell.wait(LOOK_SECONDS)
+        self.wakeup.wait(LOOK_SECONDS)
         if not self.ended:  # At the end everybody waits for the last versions.
             self.meter.blocked += time.monotonic() - began
 

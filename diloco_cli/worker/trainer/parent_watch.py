@@ -19,7 +19,7 @@ import select
 import threading
 import time
 
-from diloco_cli.system.wakeup import LAST_MOMENT, Wakeup, ring_pipe
+from diloco_cli.system.wakeup import LAST_MOMENT, Wakeup, write_wakeup
 from diloco_cli.worker.mailbox import Mailbox
 
 ALONE_SECONDS = 60.0
@@ -30,10 +30,10 @@ class ParentWatch:
     """A trainer's connection to its agent, whichever that is."""
 
     def __init__(
-        self, bell: Wakeup, mailbox: Mailbox, voice: int, *, alone: float = ALONE_SECONDS
+        self, wakeup: Wakeup, mailbox: Mailbox, voice: int, *, alone: float = ALONE_SECONDS
     ) -> None:
         """`voice` is where our first agent listens."""
-        self._bell, self._mailbox, self._voice, self._alone = bell, mailbox, voice, alone
+        self._wakeup, self._mailbox, self._voice, self._alone = wakeup, mailbox, voice, alone
         self._ear: int | None = None
         self.orphaned = False
         """The agent that started us is gone."""
@@ -41,21 +41,21 @@ class ParentWatch:
     def listen(self) -> None:
         # Where the disk knows no FIFOs nobody finds us, and we leave with our agent.
         with contextlib.suppress(OSError):
-            self._ear = os.open(self._mailbox.trainer_bell, os.O_RDONLY | os.O_NONBLOCK)
-        threading.Thread(target=self._listen, name="bell", daemon=True).start()
+            self._ear = os.open(self._mailbox.trainer_fifo, os.O_RDONLY | os.O_NONBLOCK)
+        threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def tell(self, word: str) -> None:
-        ring_pipe(self._voice, word)
+        write_wakeup(self._voice, word)
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 4096):
-                self._bell.ring()
+                self._wakeup.wake()
         self.orphaned = True
         while self._ear is not None and self._is_found(self._ear):
             self._voice = _speak(self._mailbox) or self._voice
             self._obey(self._ear)
-        self._bell.leave("the agent is gone")
+        self._wakeup.stop("the agent is gone")
         threading.Event().wait(LAST_MOMENT)
         os._exit(1)
 
@@ -72,18 +72,18 @@ class ParentWatch:
 
     def _obey(self, handle: int) -> None:
         """Rings for everything an agent says, until it is gone."""
-        self._bell.ring()
+        self._wakeup.wake()
         self.tell("posted progress")
         while True:
             select.select([handle], [], [])
             with contextlib.suppress(BlockingIOError):
                 if not os.read(handle, 4096):
                     return
-                self._bell.ring()
+                self._wakeup.wake()
 
 
 def _speak(mailbox: Mailbox) -> int | None:
     try:
-        return os.open(mailbox.agent_bell, os.O_WRONLY | os.O_NONBLOCK)
+        return os.open(mailbox.agent_fifo, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return None

@@ -194,7 +194,7 @@ class Stage:
         while not (found := ready()):
             if time.monotonic() > deadline:
                 raise Broken(f"it did not happen within {seconds:.0f} s\n{self.last_words()}")
-            time.sleep(0.005)  # Other processes have no bell for us to wait on.
+            time.sleep(0.005)  # Other processes cannot wake us.
         return found
 
     def until_accepted(self, more: int) -> None:

@@ -52,7 +52,7 @@ def agent(tmp_path, counter, said):
 
     yield make
     for one in running:
-        one.agent.bell.leave("the test is over")
+        one.agent.wakeup.stop("the test is over")
         one.ended()
 
 
@@ -176,7 +176,7 @@ def test_told_to_stop_it_waits_for_its_trainer_and_says_goodbye(agent, counter, 
     )
     running = agent(first=first)
     counter.wait_for(lambda: is_up(counter))
-    running.agent.bell.leave("told to stop by SIGTERM")
+    running.agent.wakeup.stop("told to stop by SIGTERM")
     assert running.ended() == 0 and left.exists()
     assert counter.heartbeats[-1].stopping
 

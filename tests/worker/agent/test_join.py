@@ -87,7 +87,7 @@ def test_a_server_that_is_not_there_is_waited_for_but_not_for_ever(door, counter
 
 def test_a_worker_told_to_leave_stops_waiting(door, counter):
     counter.away = True
-    threading.Timer(0.05, door.bell.leave, ["a test"]).start()
+    threading.Timer(0.05, door.wakeup.stop, ["a test"]).start()
     assert door.ask(counter.connect().run, wait=60) is None
 
 

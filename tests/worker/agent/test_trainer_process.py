@@ -133,7 +133,7 @@ def test_whoever_takes_a_trainer_over_in_time_is_its_agent(start, tmp_path):
         heard.get(timeout=60)
     trainer.stop()
     assert process.child.wait(60) == 0 and ended.wait(60)
-    assert trainer.code == 0 and stage.mailbox.holder("trainer.lock") is None
+    assert trainer.code == 0 and stage.mailbox.trainer_lock_holder() is None
 
 
 def test_a_trainer_of_another_run_is_sent_away_and_not_taken_over(start, tmp_path):

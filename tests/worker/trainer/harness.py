@@ -125,12 +125,12 @@ def until(trainer: Any, happened: Callable[[], bool], seconds: float = 30.0) -> 
     """Passes step boundaries, without steps, until something has happened."""
     deadline = time.monotonic() + seconds
     while True:
-        trainer.bell.ring()
+        trainer.wakeup.wake()
         trainer.boundary()
         if happened():
             return
         assert time.monotonic() < deadline, "it did not happen"
-        trainer.bell.wait(0.02)
+        trainer.wakeup.wait(0.02)
 
 
 def posted(trainer: Any, number: int) -> bool:

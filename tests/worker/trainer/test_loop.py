@@ -92,7 +92,7 @@ def test_training_goes_on_while_a_frame_is_written(play):
     stage, trainer = play()
     steps(trainer, 2)
     stage.tell({0: 0})
-    trainer.bell.ring()
+    trainer.wakeup.wake()
     steps(trainer, 2)  # Whether or not the frame is written by now.
     until(trainer, lambda: posted(trainer, 0))
     assert trainer.own.books[0].held.steps == 4
@@ -364,7 +364,7 @@ def test_a_finished_run_is_measured_and_left_with_every_token_accounted_for(play
     steps(trainer, 2)
     stage.move_on(0)
     stage.tell(end=True, finished=True, evaluate=True)
-    trainer.bell.ring()
+    trainer.wakeup.wake()
     assert trainer.run() == 0
     progress = stage.mailbox.progress()
     assert progress and progress["heldout"]["versions"] == [1, 0]
@@ -380,7 +380,7 @@ def test_the_final_weights_are_waited_for(play):
     until(trainer, lambda: trainer.inbox.news is not None)
     assert trainer._waits_for() == "waiting for the final weights"
     stage.publish(0)
-    trainer.bell.ring()
+    trainer.wakeup.wake()
     assert trainer.run() == 0
 
 

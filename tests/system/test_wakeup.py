@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from diloco_cli.system.wakeup import (
+    Signals,
+    Wakeup,
+    stop_on_signals,
+    wake_on_input,
+    write_wakeup,
+)
+
+
+@pytest.fixture
+def handlers():
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGUSR1, signal.SIGTERM)}
+    yield
+    for kind, handler in before.items():
+        signal.signal(kind, handler)
+
+
+def test_a_wakeup_is_reported_once_however_often_it_came():
+    wakeup = Wakeup()
+    assert not wakeup.wait(0.0) and not wakeup.clear()
+    wakeup.wake()
+    wakeup.wake()
+    assert wakeup.wait(60.0) and wakeup.clear() and not wakeup.clear()
+
+
+def test_the_first_reason_to_stop_stays():
+    wakeup = Wakeup()
+    wakeup.stop("one")
+    wakeup.stop("two")
+    assert wakeup.stop_reason == "one" and wakeup.clear()
+
+
+def test_the_second_signal_is_another_matter(handlers):
+    wakeup, later = Wakeup(), []
+    stop_on_signals(wakeup, signal.SIGUSR1, second=later.append)
+    signal.raise_signal(signal.SIGUSR1)
+    assert wakeup.stop_reason == "told to stop by SIGUSR1" and not later
+    signal.raise_signal(signal.SIGUSR1)
+    assert later == [signal.SIGUSR1]
+
+
+def test_a_pipe_wakes_and_its_end_stops():
+    wakeup = Wakeup()
+    reader, writer = os.pipe()
+    wake_on_input(wakeup, reader, at_end="the other side is gone")
+    write_wakeup(writer, "mail")
+    assert wakeup.wait(60.0) and not wakeup.stop_reason
+    os.close(writer)
+    while not wakeup.stop_reason:
+        wakeup.clear()
+        assert wakeup.wait(60.0)
+    assert wakeup.stop_reason == "the other side is gone"
+    os.close(reader)
+    reader, writer = os.pipe()
+    os.close(reader)
+    write_wakeup(writer, "mail")  # Broken: no error.
+    os.close(writer)
+
+
+def test_a_command_counts_signals_and_wakes_for_each(handlers):
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        assert signals.count == 0 and signals.name == "" and not signals.impatient
+        signal.raise_signal(signal.SIGTERM)
+        signals.pause(600.0)
+        assert (signals.count, signals.name, signals.exit_code) == (1, "SIGTERM", 143)
+        signal.raise_signal(signal.SIGINT)
+        signals.pause(600.0)
+        assert signals.impatient and signals.name == "SIGTERM"
+        signals.pause(0.0)
+    assert signal.getsignal(signal.SIGTERM) is before
