@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from diloco_cli.system import failpoints
 from diloco_cli.system.failpoints import POINTS
+from tests import ROOT
 from tests.verify.durability.killable_server import Stage
 from tests.verify.durability.killloop import kill_again_and_again
 from tests.verify.durability.powercut import cut_again_and_again, why_not
 
 pytestmark = pytest.mark.live
 
-SOURCES = Path(failpoints.__file__).parent
+SOURCES = ROOT / "diloco_cli"
 SHORT = {"kind": "folder", "journal": 1 << 12, "history": 4, "replay": 4, "reserve": 0}
 SHORT |= {"whole": 2}
 """A store that compacts and prunes after a few rounds."""
