@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from importlib import import_module
 
-MODULES = ("kernels", "merge_kernels", "plane_kernels", "sparse_kernels", "sum_kernels")
+MODULES = (
+    "merge.kernels",
+    "wire.kernels.block",
+    "wire.kernels.planes",
+    "wire.kernels.sparse",
+    "wire.kernels.sums",
+)
 
 
 def warm() -> int:
@@ -19,7 +25,7 @@ def warm() -> int:
 
     found = 0
     for name in MODULES:
-        for value in vars(import_module(f"diloco_cli.wire.{name}")).values():
+        for value in vars(import_module(f"diloco_cli.{name}")).values():
             if isinstance(value, Kernel):
                 value.compile()
                 found += 1
