@@ -27,13 +27,9 @@ import typer
 
 from diloco_cli.assemble import spelled_out
 from diloco_cli.errors import RunFailed
-from diloco_cli.launch.subprocesses import (
-    LocalLauncher,
-    LocalProcess,
-    my_cores,
-    serve_role,
-    work_role,
-)
+from diloco_cli.launch.cores import my_cores
+from diloco_cli.launch.roles import serve_role, work_role
+from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.run.folder import address_of
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec

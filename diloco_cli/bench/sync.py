@@ -28,7 +28,8 @@ from diloco_cli.bench.support.children import child
 from diloco_cli.bench.support.random_region import Spent, be_region, pseudo_gradient
 from diloco_cli.bench.wire import figure
 from diloco_cli.errors import RunFailed, SpecError
-from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess, serve_role
+from diloco_cli.launch.roles import serve_role
+from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.run.folder import address_of
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec

@@ -15,13 +15,9 @@ from diloco_cli.chaos.report import aftermath, fault_free_rate
 from diloco_cli.chaos.storm import EmulatedLinks
 from diloco_cli.chaos.stormy import ChaosRun
 from diloco_cli.errors import SpecError
-from diloco_cli.launch.subprocesses import (
-    LocalLauncher,
-    deal_cores,
-    my_cores,
-    serve_role,
-    work_role,
-)
+from diloco_cli.launch.cores import deal_cores, my_cores
+from diloco_cli.launch.roles import serve_role, work_role
+from diloco_cli.launch.subprocesses import LocalLauncher
 from diloco_cli.observe.events import read_events
 from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run.ask import ShortCalls

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from diloco_cli.chaos.emulator.proxy import Proxy, emulated
+from diloco_cli.launch.subprocesses import LocalProcess
 from diloco_cli.launch.supervise import Supervisor
 from diloco_cli.sim.faults import Fault
 from diloco_cli.spec.chaos_rules import ON_LINKS
@@ -187,12 +188,13 @@ class Storm:
 
     def _pid(self, region: str) -> int:
         handle = self._running(region).handle
-        assert handle is not None
+        assert isinstance(handle, LocalProcess)
         return handle.pid
 
     def _trainer(self, region: str) -> int | None:
         keeper = self.stage.keeper(region)
-        agent = keeper.handle.pid if keeper and keeper.handle else None
+        handle = keeper.handle if keeper else None
+        agent = handle.pid if isinstance(handle, LocalProcess) else None
         return trainer_pid(self.stage.folder / "regions" / region, agent)
 
     def _kill_trainer(self, fault: Fault) -> None:

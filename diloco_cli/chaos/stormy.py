@@ -15,7 +15,7 @@ from typing import Any
 from diloco_cli.chaos.report import Span
 from diloco_cli.chaos.storm import EmulatedLinks, InflictedFault, Storm
 from diloco_cli.errors import RunFailed
-from diloco_cli.launch.subprocesses import Launcher
+from diloco_cli.launch import Launcher
 from diloco_cli.launch.supervise import Patience, Supervisor
 from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run.supervise_run import LocalRun, LocalRunPlan, ServerCalls

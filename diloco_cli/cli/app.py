@@ -21,6 +21,7 @@ from diloco_cli.bench import commands
 from diloco_cli.cli import certs, chaos, doctor, plan, run, simulate, spec
 from diloco_cli.cli.interpreter import refuse_old_python
 from diloco_cli.errors import DilocoError
+from diloco_cli.system import logs
 
 # No shell completion: it is driven by an environment variable, and we read only our four.
 app = typer.Typer(
@@ -87,7 +88,7 @@ def _exit_code(arguments: list[str]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except DilocoError as error:
-        _say(error.message, error.hint)
+        _report(error.message, error.hint)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return 130
@@ -97,19 +98,21 @@ def _exit_code(arguments: list[str]) -> int:
         return 1
     except MemoryError as error:
         said = f": {error}" if str(error) else ""
-        _say(f"There is not enough memory for this{said}.".replace("..", "."), _SMALLER)
+        _report(f"There is not enough memory for this{said}.".replace("..", "."), _SMALLER)
         return 1
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL:
-            _say(f"{error.filename or 'The output'} cannot be written: {error.strerror}.", _ROOM)
+            _report(f"{error.filename or 'The output'} cannot be written: {error.strerror}.", _ROOM)
             _drop_output()
             return 1
         if hasattr(error, "format_message"):  # Raised by the option parser.
             return _usage(error)
         if "--debug" in arguments:
             raise
-        _say(f"Unexpected {type(error).__name__}: {error}", _keep_traceback())
+        _report(f"Unexpected {type(error).__name__}: {error}", _keep_traceback())
         return 1
+    finally:
+        logs.tear_down()
 
 
 def _drop_output() -> None:
@@ -128,7 +131,7 @@ def _usage(error: Any) -> int:
         return 2
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "diloco"
-    _say(error.format_message(), f"{path} --help")
+    _report(error.format_message(), f"{path} --help")
     return 2
 
 
@@ -143,7 +146,9 @@ def _keep_traceback() -> str:
     return f"This is a fault of diloco itself; {file.name} has the details, --debug shows them."
 
 
-def _say(message: str, hint: str | None) -> None:
+def _report(message: str, hint: str | None) -> None:
+    if logs.log_fatal(message, hint):
+        return
     typer.echo(f"error: {message}", err=True)
     if hint:
         typer.echo(f"hint: {hint}", err=True)

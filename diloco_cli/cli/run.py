@@ -12,6 +12,8 @@ import typer
 from diloco_cli.cli import status, store
 from diloco_cli.cli.spec import Overrides, SpecFile
 from diloco_cli.run.find_credential import CertsOption, for_region, forget_tokens
+from diloco_cli.system import logs
+from diloco_cli.system.logs import LogFormat
 
 if TYPE_CHECKING:
     from diloco_cli.spec.schema import RunSpec
@@ -23,6 +25,10 @@ Folder = Annotated[
 Region = Annotated[
     str | None,
     typer.Option("--region", metavar="NAME", envvar="DILOCO_REGION", help="Which region to train."),
+]
+LogForm = Annotated[
+    LogFormat,
+    typer.Option("--log-format", help="Log lines for people, or one JSON object per line."),
 ]
 Cores = Annotated[str, typer.Option("--cores", hidden=True)]
 WithParent = Annotated[bool, typer.Option("--with-parent", hidden=True)]
@@ -84,6 +90,7 @@ def serve(
     spec_file: SpecFile,
     overrides: Overrides = None,
     folder: Folder = None,
+    log_format: LogForm = LogFormat.text,
     with_parent: WithParent = False,
     failpoint: Annotated[str, typer.Option("--failpoint", hidden=True)] = "",
 ) -> None:
@@ -98,6 +105,7 @@ def serve(
     home = folder or _home(spec)
     refuse_foreign(home)
     refuse_served(home)
+    logs.set_up("server", log_format)
     write_resolved(spec, home)
     parts = resolve(spec)
     failpoints.arm(failpoint)
@@ -121,6 +129,7 @@ def work(
         typer.Option(metavar="SECONDS", help="How long to try before the server first answers."),
     ] = 60.0,
     certs: CertsOption = None,
+    log_format: LogForm = LogFormat.text,
     cores: Cores = "",
     with_parent: WithParent = False,
 ) -> None:
@@ -136,6 +145,7 @@ def work(
     url = _server_of(server, home)
     identity = for_region(spec, name, certs)
     forget_tokens(spec, name)
+    logs.set_up("worker", log_format, region=name)
     terms = agent.SharedSettings(
         shared_settings(spec), shared_digest(spec), resolve(spec).layout.digest
     )
@@ -157,6 +167,7 @@ def trainer(
     spec_file: SpecFile,
     region: Region = None,
     folder: Folder = None,
+    log_format: LogForm = LogFormat.text,
     cores: Cores = "",
     alone: Annotated[float, typer.Option("--alone", hidden=True)] = 60.0,
 ) -> None:
@@ -169,6 +180,7 @@ def trainer(
     spec = _load(spec_file, None)
     name = _one_region(spec, region)
     home = folder or _home(spec)
+    logs.set_up("trainer", log_format, region=name)
     raise typer.Exit(train(spec, name, home, cores=_cores(cores), alone=alone))
 
 

@@ -8,55 +8,17 @@ kernel closes the pipe and the child, started with `--with-parent`, stops by its
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-ERROR_LINES = 12
-TAIL_BYTES = 64_000
-
-
-@dataclass(frozen=True)
-class Role:
-    """One process of a run: what it is called and how it is started."""
-
-    name: str
-    argv: tuple[str, ...]
-
-
-class Handle(Protocol):
-    """A started process."""
-
-    @property
-    def pid(self) -> int: ...
-    def exit_code(self) -> int | None:
-        """Says how it ended, negative for a signal; None while it runs."""
-        ...
-
-    def ask(self) -> None:
-        """Asks it to stop by itself."""
-        ...
-
-    def kill(self) -> None:
-        """Ends it and whatever it started, at once."""
-        ...
-
-    def last_words(self) -> str:
-        """Quotes the reason it gave, from its log."""
-        ...
-
-
-class Launcher(Protocol):
-    def start(self, role: Role) -> Handle: ...
-    def stop(
-        self, handles: Sequence[Handle], *, grace: float, hurry: Callable[[], bool] = ...
-    ) -> None: ...
+from diloco_cli.launch import Handle, Role
+from diloco_cli.system.process_end import LastWords, last_words
 
 
 @dataclass(frozen=True)
@@ -69,7 +31,7 @@ class LocalLauncher:
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{role.name}.log"
         with open(log, "ab") as output:
-            began = output.tell()
+            log_start = output.tell()
             child = subprocess.Popen(
                 role.argv,
                 stdin=subprocess.PIPE,
@@ -78,7 +40,7 @@ class LocalLauncher:
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        return LocalProcess(child, log, began)
+        return LocalProcess(child, role, log, log_start)
 
     def stop(
         self,
@@ -87,7 +49,6 @@ class LocalLauncher:
         grace: float,
         hurry: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Asks all at once, waits, and kills those that have not heard; at once in a hurry."""
         for handle in handles:
             handle.ask()
         deadline = time.monotonic() + grace
@@ -103,10 +64,11 @@ class LocalLauncher:
 class LocalProcess:
     """One child and the part of its log that it wrote itself."""
 
-    def __init__(self, child: subprocess.Popen[bytes], log: Path, began: int) -> None:
-        self._child = child
-        self._log = log
-        self._began = began
+    def __init__(
+        self, child: subprocess.Popen[bytes], role: Role, log: Path, log_start: int
+    ) -> None:
+        self._child, self._role = child, role
+        self._log, self._log_start = log, log_start
 
     @property
     def pid(self) -> int:
@@ -115,8 +77,16 @@ class LocalProcess:
     def exit_code(self) -> int | None:
         code = self._child.poll()
         if code is not None:
-            self._hang_up()
+            self._close_stdin()
         return code
+
+    def url(self) -> str | None:
+        try:
+            address = json.loads(self._role.address.read_bytes()) if self._role.address else {}
+        except (OSError, ValueError):
+            return None
+        # The file may be that of an earlier start.
+        return address.get("url") if address.get("pid") == self._child.pid else None
 
     def ask(self) -> None:
         if self._child.poll() is None:
@@ -132,75 +102,11 @@ class LocalProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
-        self._hang_up()
+        self._close_stdin()
 
-    def last_words(self) -> str:
-        return last_error(self._log, since=self._began)
+    def last_words(self) -> LastWords:
+        return last_words(self._log, since=self._log_start)
 
-    def _hang_up(self) -> None:
+    def _close_stdin(self) -> None:
         if self._child.stdin and not self._child.stdin.closed:
             self._child.stdin.close()
-
-
-def last_error(log: Path, *, since: int = 0) -> str:
-    """Quotes the last `error:` of a log with its hint; else its last line; else nothing."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(since, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    starts = [n for n, line in enumerate(lines) if line.startswith("error: ")]
-    if starts:
-        quoted = lines[starts[-1] : starts[-1] + ERROR_LINES]
-        hints = [n for n, line in enumerate(quoted) if line.startswith("hint: ")]
-        quoted = quoted[: hints[0] + 1] if hints else quoted
-        return "\n".join(quoted).removeprefix("error: ").strip()
-    spoken = [line for line in lines if line.strip()]
-    return spoken[-1].strip() if spoken else ""
-
-
-def deal_cores(names: Sequence[str], cores: Iterable[int]) -> dict[str, tuple[int, ...]]:
-    """Deals the cores out: neighbours stay together, nobody gets none, shares differ by one."""
-    deck = sorted(cores)
-    if len(names) > len(deck):
-        return {name: (deck[n % len(deck)],) for n, name in enumerate(names)}
-    small, more = divmod(len(deck), len(names)) if names else (0, 0)
-    shares: dict[str, tuple[int, ...]] = {}
-    at = 0
-    for n, name in enumerate(names):
-        size = small + (n < more)
-        shares[name] = tuple(deck[at : at + size])
-        at += size
-    return shares
-
-
-def my_cores() -> tuple[int, ...]:
-    """Lists the cores this process may use."""
-    if sys.platform == "linux":
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
-
-
-def serve_role(spec_file: Path, folder: Path) -> Role:
-    argv = (*_ourselves(), "serve", str(spec_file), "--dir", str(folder), "--with-parent")
-    return Role("server", argv)
-
-
-def work_role(
-    spec_file: Path, folder: Path, region: str, *, url: str, cores: Sequence[int]
-) -> Role:
-    options = {"--region": region, "--dir": str(folder), "--server": url}
-    if cores:
-        options["--cores"] = ",".join(map(str, cores))
-    # A region may be called what a log is called already.
-    name = f"{region}.region" if region in ("server", "run") else region
-    return Role(name, (*_ourselves(), "work", str(spec_file), *_flat(options), "--with-parent"))
-
-
-def _ourselves() -> tuple[str, ...]:
-    return (sys.executable, "-m", "diloco_cli")
-
-
-def _flat(options: Mapping[str, str]) -> list[str]:
-    return [word for option in options.items() for word in option]

@@ -16,7 +16,8 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco_cli.launch.subprocesses import Handle, Launcher, Role
+from diloco_cli.launch import Handle, Launcher, Role
+from diloco_cli.system.process_end import LastWords, exit_in_words
 
 LEFT = frozenset({0, 128 + signal.SIGINT, 128 + signal.SIGTERM})
 """Exit codes of a process that stopped because it was asked to, or had nothing left to do."""
@@ -68,7 +69,7 @@ class Supervisor:
         self.state: Literal["new", "running", "waiting", "done", "gone"] = "new"
         self.restarts = 0
         self.code: int | None = None
-        self.why = ""
+        self.last_words = LastWords()
         self.handle: Handle | None = None
         self._launcher = launcher
         self._patience = patience or Patience()
@@ -79,6 +80,11 @@ class Supervisor:
         self._failures = 0
         self._since = 0.0
         self._again_at = 0.0
+
+    @property
+    def why(self) -> str:
+        """Why it ended last, with the hint it gave."""
+        return str(self.last_words)
 
     @property
     def over(self) -> bool:
@@ -139,9 +145,7 @@ class Supervisor:
         if code in LEFT or self._retired:
             self.state = "done"
             return Change(self.role.name, "left", code, restarts=self.restarts)
-        self.why = self.handle.last_words() or how_it_ended(code)
-        if code < 0:
-            self.why = how_it_ended(code)
+        self.last_words = self._reason(self.handle, code)
         self._failures += 1
         if code in self.incurable or self._failures > self._patience.tries:
             self.state = "gone"
@@ -150,20 +154,14 @@ class Supervisor:
         self.state, self._again_at = "waiting", now + delay
         return Change(self.role.name, "died", code, self.why, delay, self.restarts)
 
+    def _reason(self, handle: Handle, code: int) -> LastWords:
+        if code == -signal.SIGKILL:
+            return LastWords(f"{exit_in_words(code)}; out of memory, perhaps")
+        words = LastWords() if code < 0 else handle.last_words()
+        return words or LastWords(exit_in_words(code))
+
     def _goes_away(self, until: float, now: float) -> Change:
         self.state, self._again_at, self._back_at = "waiting", until, None
-        self.why = "sent away on purpose"
+        self.last_words = LastWords("sent away on purpose")
         delay = max(0.0, until - now)
         return Change(self.role.name, "died", self.code, self.why, delay, self.restarts)
-
-
-def how_it_ended(code: int) -> str:
-    """Puts an exit code into words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = "; out of memory, perhaps" if -code == signal.SIGKILL else ""
-    return f"killed by {name}{hint}"

@@ -13,14 +13,9 @@ from typing import Any
 import typer
 
 from diloco_cli.errors import SpecError
-from diloco_cli.launch.subprocesses import (
-    LocalLauncher,
-    deal_cores,
-    last_error,
-    my_cores,
-    serve_role,
-    work_role,
-)
+from diloco_cli.launch.cores import deal_cores, my_cores
+from diloco_cli.launch.roles import serve_role, work_role
+from diloco_cli.launch.subprocesses import LocalLauncher
 from diloco_cli.observe.terminal import ProgressDisplay, display, summary_view
 from diloco_cli.run.ask import ShortCalls
 from diloco_cli.run.find_credential import for_run
@@ -37,6 +32,7 @@ from diloco_cli.run.goal import parse_goal
 from diloco_cli.run.supervise_run import LocalRun, LocalRunPlan, error_like
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.system.process_end import last_words
 
 DETACHED_SECONDS = 60.0
 
@@ -111,7 +107,7 @@ def detach(spec: RunSpec, asked: RunOptions) -> int:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
-            began = output.tell()
+            log_start = output.tell()
             child = subprocess.Popen(
                 [sys.executable, "-m", "diloco_cli", *asked.command()],
                 stdin=subprocess.DEVNULL,
@@ -123,7 +119,7 @@ def detach(spec: RunSpec, asked: RunOptions) -> int:
         raise cannot_write(log, error) from None
     if (code := _seen_to_run(child, folder)) is not None:
         if code:
-            raise error_like(code, "", last_error(log, since=began))
+            raise error_like(code, "", last_words(log, since=log_start))
         typer.echo(f"{folder} is over; `diloco status {folder}` says how it ended.", err=True)
         return 0
     typer.echo(child.pid)

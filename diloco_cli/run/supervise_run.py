@@ -29,13 +29,14 @@ from diloco_cli.errors import (
     StoreError,
     WireError,
 )
-from diloco_cli.launch.subprocesses import Launcher, Role
+from diloco_cli.launch import Launcher, Role
 from diloco_cli.launch.supervise import INCURABLE, Change, Patience, Supervisor
 from diloco_cli.observe.events import EventLog
 from diloco_cli.observe.terminal import ProgressDisplay
-from diloco_cli.run.folder import address_of, cannot_write, last_summary
+from diloco_cli.run.folder import cannot_write, last_summary
 from diloco_cli.run.goal import StopCondition
 from diloco_cli.system.locks import FileLock
+from diloco_cli.system.process_end import LastWords, exit_in_words
 from diloco_cli.system.wakeup import Signals
 from diloco_cli.worker.handover import end_trainer
 from diloco_cli.worker.mailbox import Mailbox
@@ -174,11 +175,10 @@ class LocalRun:
 
     def _find_server(self) -> bool:
         """Says whether the server we started listens, and remembers where."""
-        address = address_of(self.plan.folder)
         handle = self._server.handle
-        if handle is None or address.get("pid") != handle.pid:
+        url = handle.url() if handle else None
+        if not url:
             return False
-        url = str(address.get("url"))
         if self._url and url != self._url:
             # A restarted server could not have its port back, so the workers must follow it.
             for region, keeper in self._workers.items():
@@ -236,7 +236,7 @@ class LocalRun:
             if time.monotonic() - self._empty_since < self._grace / 2:
                 return
         if failed and possible == 0 and len({keeper.code for keeper in left}) == 1:
-            raise error_like(failed[0].code or 1, failed[0].role.name, failed[0].why)
+            raise error_like(failed[0].code or 1, failed[0].role.name, failed[0].last_words)
         reasons = "; ".join(f"{k.role.name}: {_first_line(k.why)}" for k in failed)
         raise QuorumLost(
             f"{possible} of the regions can still contribute, a round needs {self.plan.quorum}"
@@ -246,7 +246,7 @@ class LocalRun:
 
     def _server_must_go_on(self) -> None:
         if self._server.state == "gone":
-            raise error_like(self._server.code or 1, "the server", self._server.why)
+            raise error_like(self._server.code or 1, "the server", self._server.last_words)
 
     def _reason_to_stop(self, fresh: dict[str, Any] | None) -> str:
         """Says why the run is over before its budget; empty while it is not."""
@@ -376,12 +376,11 @@ class LocalRun:
 _SUMMARY = ("run", "name", "tokens", "loss", "outer_steps", "wire", "goodput", "goodputs")
 
 
-def error_like(code: int, who: str, why: str) -> DilocoError:
-    """Makes a child's failure our own: same exit code, its words and its hint."""
-    message, _, hint = why.partition("\nhint: ")
+def error_like(code: int, who: str, words: LastWords) -> DilocoError:
+    """Makes a child's failure our own: same exit code, its message and its hint."""
     kind = _ERRORS.get(code, RunFailed)
-    said = message.strip() or f"it ended with code {code}"
-    return kind(f"{who}: {said}" if who else said, hint=hint.strip() or None)
+    message = words.message or f"it ended with {exit_in_words(code)}"
+    return kind(f"{who}: {message}" if who else message, hint=words.hint)
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

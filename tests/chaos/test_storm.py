@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from diloco_cli.chaos.storm import EmulatedLinks, InflictedFault, Storm, trainer_pid
-from diloco_cli.launch.subprocesses import LocalLauncher, Role
+from diloco_cli.launch import Role
+from diloco_cli.launch.subprocesses import LocalLauncher
 from diloco_cli.launch.supervise import Patience, Supervisor
 from diloco_cli.sim.faults import Fault, load, planned, save
 from diloco_cli.spec.schema import ChaosSpec

@@ -10,14 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from diloco_cli.launch.subprocesses import (
-    LocalLauncher,
-    Role,
-    deal_cores,
-    last_error,
-    serve_role,
-    work_role,
-)
+from diloco_cli.launch import Role
+from diloco_cli.launch.cores import deal_cores
+from diloco_cli.launch.roles import serve_role, work_role
+from diloco_cli.launch.subprocesses import LocalLauncher
+from diloco_cli.system.process_end import LastWords
 
 UNTIL_EOF = "import sys; print('up', flush=True); sys.stdin.read(); print('parent gone')"
 STUBBORN = (
@@ -83,7 +80,8 @@ def test_a_child_that_does_not_listen_is_killed_with_all_it_started(launcher):
 def test_children_see_the_end_of_a_parent_that_was_killed(tmp_path):
     parent_code = (
         "import sys, time; from pathlib import Path\n"
-        "from diloco_cli.launch.subprocesses import LocalLauncher, Role\n"
+        "from diloco_cli.launch import Role\n"
+        "from diloco_cli.launch.subprocesses import LocalLauncher\n"
         "launcher = LocalLauncher(Path(sys.argv[1]))\n"
         "for name in ('server', 'left'):\n"
         "    child = launcher.start(Role(name, (sys.executable, '-c', sys.argv[2])))\n"
@@ -115,18 +113,11 @@ def test_last_words_are_the_error_and_hint_of_this_start_only(launcher):
     code = "import sys; print(sys.argv[1]); sys.exit(2)"
     first = launcher.start(python("left", code, "loading\nerror: no such file\n\nhint: make it"))
     eventually(lambda: first.exit_code() == 2)
-    assert first.last_words() == "no such file\n\nhint: make it"
+    assert first.last_words() == LastWords("no such file", "make it")
 
     second = launcher.start(python("left", code, "all is well"))
     eventually(lambda: second.exit_code() == 2)
-    assert second.last_words() == "all is well"
-
-
-def test_without_an_error_the_last_line_speaks_and_a_silent_log_says_nothing(tmp_path):
-    log = tmp_path / "x.log"
-    assert last_error(log) == ""
-    log.write_text("Traceback …\n  File x\nMemoryError: 8 GB\n\n")
-    assert last_error(log) == "MemoryError: 8 GB"
+    assert second.last_words() == LastWords("all is well")
 
 
 @pytest.mark.parametrize(

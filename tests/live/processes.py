@@ -12,7 +12,9 @@ from typing import Any
 import psutil
 
 from diloco_cli.assemble import spelled_out
-from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess, Role, serve_role, work_role
+from diloco_cli.launch import Role
+from diloco_cli.launch.roles import serve_role, work_role
+from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.net.client import Client
 from diloco_cli.net.credentials import NOBODY
 from diloco_cli.spec.resolved import write_resolved

@@ -69,13 +69,13 @@ def test_a_server_long_away_and_one_that_comes_back_older(live):
     shutil.move(old, run.folder / "server")
     server = run.serve()
     assert run.exit_code(agent) == 5
-    assert "is the newest version here" in agent.last_words()
-    assert "Restore the newest copy" in agent.last_words()
+    assert "is the newest version here" in str(agent.last_words())
+    assert "Restore the newest copy" in str(agent.last_words())
     assert run.trainers() == []
     # Started again, it says the same.
     again = run.work("paris")
     assert run.exit_code(again) == 5
-    assert "restored from an older copy" in again.last_words()
+    assert "restored from an older copy" in str(again.last_words())
 
 
 def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monkeypatch):
@@ -112,7 +112,7 @@ def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monk
     # The region, revoked while it trains: it ends, says why, and leaves nobody behind.
     office.revoke("upload", "paris")
     assert run.exit_code(agent) == 2
-    assert "revoked" in agent.last_words() and "hint:" in agent.last_words()
+    assert "revoked" in str(agent.last_words()) and "hint:" in str(agent.last_words())
     assert run.trainers() == []
 
     # A server that takes in what was revoked may hear nobody for a moment.

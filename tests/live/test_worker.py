@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from diloco_cli.launch.subprocesses import Role, work_role
+from diloco_cli.launch import Role
+from diloco_cli.launch.roles import work_role
 from diloco_cli.observe.events import read_events
 from diloco_cli.spec.resolved import write_resolved
 from tests.live.processes import Live
@@ -110,7 +111,7 @@ def test_a_worker_with_another_spec_is_told_which_key_differs(live, tmp_path):
     role = work_role(other.file, other.folder, "paris", url=run.address["url"], cores=())
     stranger = run.start(role)
     assert run.exit_code(stranger) == 2
-    assert "sync.every: 32 there, 8 here" in stranger.last_words()
+    assert "sync.every: 32 there, 8 here" in str(stranger.last_words())
 
 
 def test_without_a_server_a_worker_says_so_and_ends_with_4(live):
@@ -118,4 +119,4 @@ def test_without_a_server_a_worker_says_so_and_ends_with_4(live):
     role = work_role(run.file, run.folder, "paris", url="http://127.0.0.1:9", cores=())
     lost = run.start(Role(role.name, (*role.argv, "--wait", "1")))
     assert run.exit_code(lost) == 4
-    assert "127.0.0.1:9" in lost.last_words() and "hint:" in lost.last_words()
+    assert "127.0.0.1:9" in str(lost.last_words()) and "hint:" in str(lost.last_words())

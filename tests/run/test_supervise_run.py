@@ -18,7 +18,8 @@ import pytest
 from rich.console import Console
 
 from diloco_cli.errors import LinkError, QuorumLost, RunFailed, SpecError, StoreError
-from diloco_cli.launch.subprocesses import LocalLauncher, Role
+from diloco_cli.launch import Role
+from diloco_cli.launch.subprocesses import LocalLauncher
 from diloco_cli.launch.supervise import Patience
 from diloco_cli.observe.events import read_events
 from diloco_cli.observe.terminal import ProgressDisplay

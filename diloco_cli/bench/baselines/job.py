@@ -37,7 +37,9 @@ from diloco_cli.bench.baselines.accounts import (
 from diloco_cli.bench.baselines.hub import GradientHub, ParallelOptions
 from diloco_cli.chaos.emulator.proxy import Proxy, emulated
 from diloco_cli.errors import RunFailed
-from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess, Role, deal_cores, my_cores
+from diloco_cli.launch import Role
+from diloco_cli.launch.cores import deal_cores, my_cores
+from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.sim.faults import Fault, in_order
 from diloco_cli.sim.network import Link
 from diloco_cli.spec.resolved import write_resolved

@@ -62,7 +62,7 @@ def _versions() -> Check:
 
 
 def _cores() -> Check:
-    from diloco_cli.launch.subprocesses import my_cores
+    from diloco_cli.launch.cores import my_cores
 
     count = len(my_cores())
     if count < 2:

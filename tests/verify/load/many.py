@@ -27,7 +27,8 @@ from typing import Any
 
 from diloco_cli.assemble import resolve, spelled_out
 from diloco_cli.bench.sync import _address, _cpu_seconds, sync_spec
-from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess, serve_role
+from diloco_cli.launch.roles import serve_role
+from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.spec.resolved import resolved, write_resolved
 from diloco_cli.spec.schema import RunSpec
 from tests.verify.load.clients import Outcome, be_clients
