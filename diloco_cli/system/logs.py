@@ -30,9 +30,8 @@ class LineFormatter(logging.Formatter):
         self.form, self.process, self.region = form, process, region
 
     def format(self, record: logging.LogRecord) -> str:
-        time = (
-            datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
-        )
+        created = datetime.fromtimestamp(record.created).astimezone()
+        time = created.isoformat(timespec="milliseconds")
         fields = {
             "time": time,
             "level": record.levelname.lower(),

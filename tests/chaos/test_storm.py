@@ -13,7 +13,7 @@ import pytest
 
 from diloco_cli.chaos.storm import EmulatedLinks, InflictedFault, Storm, trainer_pid
 from diloco_cli.launch import Role
-from diloco_cli.launch.subprocesses import LocalLauncher
+from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.launch.supervise import Patience, Supervisor
 from diloco_cli.sim.faults import Fault, load, planned, save
 from diloco_cli.spec.schema import ChaosSpec
@@ -103,7 +103,7 @@ class Stage:
 
     def process(self, region: str) -> psutil.Process:
         handle = self.keepers[region].handle
-        assert handle
+        assert isinstance(handle, LocalProcess)
         return psutil.Process(handle.pid)
 
     def end(self) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -102,7 +103,10 @@ def run_of(tmp_path):
             regions=("left", "right"),
             elsewhere=elsewhere,
             quorum=quorum,
-            serve=python("server", server, tmp_path),
+            serve=replace(
+                python("server", server, tmp_path),
+                address=tmp_path / "server" / "address.json",
+            ),
             work=lambda region, url: python(region, codes.get(region, WORKER), tmp_path, region),
             goal=goal,
         )
