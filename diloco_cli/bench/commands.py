@@ -1,4 +1,4 @@
-"""Commands that measure and rehearse."""
+"""The commands of `diloco bench`, and how they print figures."""
 
 from __future__ import annotations
 
@@ -8,22 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_cli.bench.support.children import end_on_signals
 from diloco_cli.cli.spec import Format, OutputFormat
 from diloco_cli.net.credentials import NOBODY
 from diloco_cli.run.find_credential import CertsOption, for_url
 
-bench = typer.Typer(no_args_is_help=True, help="Measure, each figure beside its limit.")
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands of this module."""
-    app.add_typer(bench, name="bench")
-
-
-@bench.callback()
-def _begin() -> None:
-    end_on_signals()
+bench = typer.Typer()
 
 
 @bench.command()

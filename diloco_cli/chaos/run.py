@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -29,10 +29,6 @@ from diloco_cli.sim.faults import Fault
 from diloco_cli.sim.network import parse_link
 from diloco_cli.spec.resolved import FILE, write_resolved
 from diloco_cli.spec.schema import ChaosSpec, RunSpec
-from diloco_cli.system.wakeup import Signals
-
-if TYPE_CHECKING:
-    from diloco_cli.bench.baselines.hub import GradientHub
 
 
 @dataclass(frozen=True)
@@ -48,27 +44,37 @@ class ChaosOptions:
     quiet: bool
 
 
-def disturb(spec: RunSpec, asked: ChaosOptions) -> tuple[int, dict[str, Any]]:
-    """Runs the storm to its end; says the exit code, and the record that it also wrote."""
+Method = Callable[[RunSpec, ChaosSpec, Sequence[Fault], ChaosOptions], tuple[int, dict[str, Any]]]
+"""Trains under these faults; returns the exit code and the record, which is empty if the job
+never got under way."""
+
+
+def run_with_faults(
+    spec: RunSpec, options: ChaosOptions, method: Method | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Trains by a method, the local run if none is given, while faults are inflicted.
+
+    Returns the exit code and the record, which is also written to chaos.json.
+    """
     assert spec.chaos is not None
+    method = method or local_run
     for words in (spec.chaos.link, *spec.chaos.links.values()):
         parse_link(words or "unlimited")
-    _make_room(asked)
-    faults = [fault for fault in asked.faults if fault.time < spec.chaos.seconds]
-    with held(asked.folder):
-        write_resolved(spec, asked.folder)
-        schedules.save(faults, asked.folder / "schedule.json")
-        way = _parallel if asked.method in ("rigid", "elastic") else _local
-        code, found = way(spec, spec.chaos, faults, asked)
+    _make_room(options)
+    faults = [fault for fault in options.faults if fault.time < spec.chaos.seconds]
+    with held(options.folder):
+        write_resolved(spec, options.folder)
+        schedules.save(faults, options.folder / "schedule.json")
+        code, measured = method(spec, spec.chaos, faults, options)
         head = {
-            "method": asked.method,
+            "method": options.method,
             "name": spec.name,
             "spec": shared_digest(spec),
             "seed": spec.chaos.seed,
         }
-        record = {**head, **found} if found else {}
+        record = {**head, **measured} if measured else {}
         if record:
-            write_json(asked.folder / "chaos.json", record)
+            write_json(options.folder / "chaos.json", record)
         return code, record
 
 
@@ -89,22 +95,22 @@ def rate_of(spec: RunSpec, fault_free: Path | None) -> float | None:
     return rate
 
 
-def _make_room(asked: ChaosOptions) -> None:
-    refuse_foreign(asked.folder)
-    if asked.fresh and (aside := set_aside(asked.folder)):
+def _make_room(options: ChaosOptions) -> None:
+    refuse_foreign(options.folder)
+    if options.fresh and (aside := set_aside(options.folder)):
         typer.echo(f"the old run is now in {aside}", err=True)
-    if (asked.folder / FILE).exists():
+    if (options.folder / FILE).exists():
         raise SpecError(
-            f"{asked.folder} holds a run already, and figures are about one storm from its start.",
+            f"{options.folder} holds a run already; the figures are of one run, from its start.",
             hint="--fresh sets it aside, --dir FOLDER starts beside it.",
         )
 
 
-def _local(
-    spec: RunSpec, chaos: ChaosSpec, faults: Sequence[Fault], asked: ChaosOptions
+def local_run(
+    spec: RunSpec, chaos: ChaosSpec, faults: Sequence[Fault], options: ChaosOptions
 ) -> tuple[int, dict[str, Any]]:
     """Server and workers as `diloco run` has them, with links between where they are asked for."""
-    folder, names = asked.folder, [region.name for region in spec.regions]
+    folder, names = options.folder, [region.name for region in spec.regions]
     resolved = folder / FILE
     links, cores = EmulatedLinks(chaos, faults, names), deal_cores(names, my_cores())
     plan = LocalRunPlan(
@@ -131,37 +137,4 @@ def _local(
     if (span := run.span()) is None:
         return code, {}
     events = read_events(folder / "events.jsonl")
-    return code, aftermath(spec, span, run.storm.struck, events, rate=asked.rate)
-
-
-def _parallel(
-    spec: RunSpec, chaos: ChaosSpec, faults: Sequence[Fault], asked: ChaosOptions
-) -> tuple[int, dict[str, Any]]:
-    from diloco_cli.bench.baselines.job import run_parallel
-
-    with Signals() as signals:
-
-        def until(hub: GradientHub) -> bool:
-            # Before the first step of all there is nothing that a record could be about.
-            if signals.impatient or (signals.count and hub.t0 is None):
-                raise _Stopped
-            return signals.count > 0
-
-        try:
-            record = run_parallel(
-                spec,
-                list(faults),
-                asked.folder,
-                elastic=asked.method == "elastic",
-                seconds=chaos.seconds,
-                say=lambda text: typer.echo(text, err=True),
-                until=until,
-            )
-        except _Stopped:
-            typer.echo(f"stopped by {signals.name}; there is no record", err=True)
-            record = {}
-        return signals.exit_code if signals.count else 0, record
-
-
-class _Stopped(Exception):
-    """Somebody wants the end now."""
+    return code, aftermath(spec, span, run.storm.struck, events, rate=options.rate)

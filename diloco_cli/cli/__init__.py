@@ -1,6 +1,7 @@
 """The command `diloco`: arguments in, text and exit codes out. Start with app.py.
 
 app.py          the `diloco` command: global options, and the one place where errors become …
+bench.py        `diloco bench`, loaded from diloco_cli.bench when it is needed
 certs.py        `diloco certs`: certificates and tokens for a run whose server others can reach
 chaos.py        `diloco chaos`: a real run on this machine, and everything that goes wrong …
 doctor.py       the command `diloco doctor`: is this host ready?

@@ -17,8 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_cli.bench import commands
-from diloco_cli.cli import certs, chaos, doctor, plan, run, simulate, spec
+from diloco_cli.cli import bench, certs, chaos, doctor, plan, run, simulate, spec
 from diloco_cli.cli.interpreter import refuse_old_python
 from diloco_cli.errors import DilocoError
 from diloco_cli.system import logs
@@ -63,7 +62,7 @@ def diloco(
 spec.register(app)
 run.register(app)
 certs.register(app)
-commands.register(app)
+bench.register(app)
 simulate.register(app)
 chaos.register(app)
 plan.register(app)

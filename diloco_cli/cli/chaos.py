@@ -12,6 +12,7 @@ import typer
 from diloco_cli.cli.spec import Format, OutputFormat, Overrides, SpecFile
 
 if TYPE_CHECKING:
+    from diloco_cli.chaos.run import Method
     from diloco_cli.sim.faults import Fault
     from diloco_cli.spec.schema import RunSpec
 
@@ -83,7 +84,7 @@ def chaos(
     given += [f"chaos.seconds={seconds:g}"] if seconds is not None else []
     given += [f"chaos.seed={seed}"] if seed is not None else []
     spec = _load(spec_file, given, method)
-    asked = run.ChaosOptions(
+    options = run.ChaosOptions(
         method=method.value,
         folder=folder or _home(spec, method),
         faults=_faults(spec, schedule),
@@ -91,12 +92,20 @@ def chaos(
         fresh=fresh,
         quiet=format is Format.json,
     )
-    code, record = run.disturb(spec, asked)
+    code, record = run.run_with_faults(spec, options, _baseline(method))
     if format is Format.json:
         typer.echo(json.dumps(record, indent=2))
     elif record:
-        _print(record, asked.folder)
+        _print(record, options.folder)
     raise typer.Exit(code)
+
+
+def _baseline(method: ChaosMethod) -> Method | None:
+    if method not in (ChaosMethod.rigid, ChaosMethod.elastic):
+        return None
+    from diloco_cli.bench.baselines.job import parallel_run
+
+    return parallel_run
 
 
 def _load(spec_file: Path, overrides: list[str], method: ChaosMethod) -> RunSpec:

@@ -95,7 +95,7 @@ def simulate(
     Presets repeat published tables and say cell by cell whether they agree: streaming-table4,
     decoupled-table1, dp-bandwidth, hetero, llama3, 12b-four-regions, planet.
     """
-    from diloco_cli.bench.published.presets import PRESETS
+    from diloco_cli.bench.published import PRESETS
 
     if what in PRESETS:
         given = {
@@ -171,7 +171,7 @@ def _rehearse(
     what: str, overrides: Sequence[str], world: Any, vary: Sequence[str]
 ) -> list[SimulatedCell]:
     from diloco_cli.assemble import load_run
-    from diloco_cli.bench.published.presets import PRESETS
+    from diloco_cli.bench.published import PRESETS
     from diloco_cli.errors import SpecError
     from diloco_cli.registry import nearest
     from diloco_cli.sim.sweep import parse_vary, sweep

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diloco_cli.bench.published import presets
+from diloco_cli.bench.published import PRESETS
 from diloco_cli.bench.published.verdict import PublishedGoal, Verdict
 from diloco_cli.cli.app import app
 from diloco_cli.errors import SpecError
@@ -58,7 +58,7 @@ def test_a_preset_as_json_has_columns_and_rows():
 
 
 def test_a_goal_that_is_missed_is_an_exit_code(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(presets.PRESETS, "made-up", missed)
+    monkeypatch.setitem(PRESETS, "made-up", missed)
     result = run("made-up")
     assert result.exit_code == 1
     assert "missed" in result.output and "1 (1.5)" in result.output

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from diloco_cli.assemble import shared_digest
 from diloco_cli.bench.baselines.accounts import (
     MeasuredAgainst,
@@ -36,6 +38,7 @@ from diloco_cli.bench.baselines.accounts import (
 )
 from diloco_cli.bench.baselines.hub import GradientHub, ParallelOptions
 from diloco_cli.chaos.emulator.proxy import Proxy, emulated
+from diloco_cli.chaos.run import ChaosOptions
 from diloco_cli.errors import RunFailed
 from diloco_cli.launch import Role
 from diloco_cli.launch.cores import deal_cores, my_cores
@@ -43,7 +46,8 @@ from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.sim.faults import Fault, in_order
 from diloco_cli.sim.network import Link
 from diloco_cli.spec.resolved import write_resolved
-from diloco_cli.spec.schema import RunSpec
+from diloco_cli.spec.schema import ChaosSpec, RunSpec
+from diloco_cli.system.wakeup import Signals
 
 KILLS = ("kill-trainer", "kill-region")
 ON_LINKS = ("cut", "narrow", "reset")
@@ -344,3 +348,35 @@ class ParallelJob:
             until = t0 + min(later, default=math.inf)
             if found := recovery(self.hub.news, region, t0 + hit["at"], until):
                 hit["recovery"] = found
+
+
+def parallel_run(
+    spec: RunSpec, chaos: ChaosSpec, faults: Sequence[Fault], options: ChaosOptions
+) -> tuple[int, dict[str, Any]]:
+    """The methods `rigid` and `elastic` of `diloco chaos`."""
+    with Signals() as signals:
+
+        def until(hub: GradientHub) -> bool:
+            # Before the first step of all there is nothing that a record could be about.
+            if signals.impatient or (signals.count and hub.t0 is None):
+                raise _Stopped
+            return signals.count > 0
+
+        try:
+            record = run_parallel(
+                spec,
+                list(faults),
+                options.folder,
+                elastic=options.method == "elastic",
+                seconds=chaos.seconds,
+                say=lambda text: typer.echo(text, err=True),
+                until=until,
+            )
+        except _Stopped:
+            typer.echo(f"stopped by {signals.name}; there is no record", err=True)
+            record = {}
+        return signals.exit_code if signals.count else 0, record
+
+
+class _Stopped(Exception):
+    """The user asked for an immediate end."""
