@@ -32,7 +32,7 @@ from diloco_cli.spec.load import Loaded, load_spec
 from diloco_cli.spec.resolved import resolved
 from diloco_cli.spec.rules import Path, SpecFault
 from diloco_cli.spec.schema import Choice, RunSpec
-from diloco_cli.wire.codecs.plain import Codec, codecs
+from diloco_cli.wire.codecs import Codec, codecs
 from diloco_cli.worker.engines.optimizers import optimizers, schedules
 
 SEAMS: dict[str, Registry[Any]] = {

@@ -24,7 +24,7 @@ import typer
 
 from diloco_cli.errors import SpecError
 from diloco_cli.wire.chunks import CHUNK, cores, in_chunks, squeeze
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack
 
 INT4 = {"kind": "int4", "block": 512}

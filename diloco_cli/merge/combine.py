@@ -24,7 +24,7 @@ from diloco_cli.merge.robust import ByColumn, Clipped
 from diloco_cli.merge.rules import MergeRule, Radial, radial_factor
 from diloco_cli.wire.chunks import CHUNK, in_chunks, span_of, spread, tools
 from diloco_cli.wire.codecs.block import Nibbles
-from diloco_cli.wire.codecs.plain import raw
+from diloco_cli.wire.codecs.protocol import raw
 from diloco_cli.wire.frame import Frame
 
 TOGETHER = 32

@@ -32,7 +32,7 @@ from diloco_cli.merge.robust import ByColumn, Clipped
 from diloco_cli.merge.rules import Mean, MergeRule, Radial, merge
 from diloco_cli.wire.buffers import fresh
 from diloco_cli.wire.chunks import body_of, in_chunks, read_into, span_of, tools
-from diloco_cli.wire.codecs.plain import Codec, vector
+from diloco_cli.wire.codecs.protocol import Codec, vector
 from diloco_cli.wire.digest import VectorHash
 from diloco_cli.wire.frame import Frame
 

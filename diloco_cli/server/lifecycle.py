@@ -39,7 +39,7 @@ from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store import durable
 from diloco_cli.system.server_memory import forget_compiler, keep_little
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack
 
 ECHO_SECONDS = 0.1

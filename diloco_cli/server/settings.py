@@ -11,7 +11,7 @@ from diloco_cli.core.rounds import Receipt
 from diloco_cli.merge.outer_optimizers import OuterOptimiser
 from diloco_cli.merge.rules import MergeRule, weight
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.wire.codecs.plain import Codec
+from diloco_cli.wire.codecs import Codec
 
 
 @dataclass(frozen=True)

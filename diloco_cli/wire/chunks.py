@@ -19,7 +19,7 @@ import numpy as np
 import zstandard
 
 from diloco_cli.errors import WireError
-from diloco_cli.wire.codecs.plain import Body, Codec, InPlace, NotFinite, raw
+from diloco_cli.wire.codecs.protocol import Body, Codec, InPlace, NotFinite, raw
 
 CHUNK = 1 << 20
 """Values in one independent zstd frame."""

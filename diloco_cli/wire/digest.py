@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from diloco_cli.wire.codecs.plain import vector
+from diloco_cli.wire.codecs.protocol import vector
 
 
 class VectorHash:

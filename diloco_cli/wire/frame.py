@@ -39,7 +39,7 @@ from diloco_cli.wire.chunks import (
     unsqueeze,
 )
 from diloco_cli.wire.codecs.block import Nibbles
-from diloco_cli.wire.codecs.plain import Body, Codec, NotFinite, codecs, raw, vector
+from diloco_cli.wire.codecs.protocol import Body, Codec, NotFinite, codecs, raw, vector
 from diloco_cli.wire.digest import VectorHash
 from diloco_cli.wire.header import MOST_HEADER_BYTES, Header, read_header, write_header
 

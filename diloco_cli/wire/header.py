@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from diloco_cli.errors import RegistryError, WireError
-from diloco_cli.wire.codecs.plain import Codec, codecs
+from diloco_cli.wire.codecs.protocol import Codec, codecs
 from diloco_cli.wire.messages import fault
 
 MOST_HEADER_BYTES = 1 << 20

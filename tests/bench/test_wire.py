@@ -7,7 +7,7 @@ from diloco_cli.bench import wire
 from diloco_cli.bench.support.numpy_merge import MergeRound, decoded, fused_merge, plain_merge
 from diloco_cli.bench.wire import figure, merge_figures, size_figures, student, wire_figures
 from diloco_cli.errors import SpecError
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import open_frame, pack
 
 KEYS = {"name", "value", "unit", "reference", "ratio", "goal", "met"}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diloco_cli.errors import WireError
-from diloco_cli.wire.codecs.plain import NotFinite, codecs
+from diloco_cli.wire.codecs import NotFinite, codecs
 
 LARGEST = float(np.finfo(np.float32).max)
 every_codec = pytest.mark.parametrize("kind", codecs.kinds())

@@ -12,7 +12,7 @@ from diloco_cli.merge.outer_step import Diverged, MemberUnfit, MergePlan, fuse, 
 from diloco_cli.merge.robust import Clipped, Median, Trimmed
 from diloco_cli.merge.rules import Mean, MergeRule, Radial
 from diloco_cli.wire.chunks import CHUNK
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Frame, open_frame, pack, seal
 from tests.wire.forged_frames import delta, header

@@ -23,7 +23,7 @@ from diloco_cli.server.store.journal import Journal
 from diloco_cli.server.store.on_disk import StoredState
 from diloco_cli.server.versions.next_version import Version, next_version
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack
 from diloco_cli.wire.messages import WIRE_VERSION, Heartbeat, Join, Joined, News, Tokens
 

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from diloco_cli.errors import WireError
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import open_frame
 from tests.wire.forged_frames import (
     honest,

@@ -12,7 +12,7 @@ from diloco_cli.core.fragments import Fragment, Piece, piece_of
 from diloco_cli.errors import WireError
 from diloco_cli.wire import chunks
 from diloco_cli.wire.chunks import CHUNK, in_chunks, spread
-from diloco_cli.wire.codecs.plain import NotFinite, codecs
+from diloco_cli.wire.codecs import NotFinite, codecs
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import open_frame, pack
 from tests import ROOT

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_cli.errors import WireError
-from diloco_cli.wire.codecs.plain import NotFinite, codecs
+from diloco_cli.wire.codecs import NotFinite, codecs
 from diloco_cli.wire.frame import CHUNK, most_bytes, open_frame, pack, read_chain
 from tests.wire.forged_frames import delta, header, honest, opened, ramp
 

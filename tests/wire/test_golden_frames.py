@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import open_frame, pack
 from diloco_cli.wire.header import write_header
 from tests.wire.golden_frames import CODECS, SIZE, golden_header, golden_values, path

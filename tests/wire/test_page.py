@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.codecs.block import SCALE_FLOOR, largest_scale
-from diloco_cli.wire.codecs.plain import codecs
 from diloco_cli.wire.frame import CHUNK, FRAME_VERSION, MAGIC
 from diloco_cli.wire.header import KEYS
 from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, WIRE_VERSION

@@ -17,7 +17,7 @@ from diloco_cli.merge.outer_optimizers import Nesterov, outer_step
 from diloco_cli.merge.outer_step import MergePlan, NextWeights, fuse
 from diloco_cli.merge.rules import Radial
 from diloco_cli.wire.chunks import CHUNK, spread
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Frame, open_frame
 

@@ -30,7 +30,7 @@ from diloco_cli.net.credentials import NOBODY, Credentials, identify
 from diloco_cli.server.access.issue import CredentialFolder, bundle
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, pack
 
 REGIONS = ("here", "there")

@@ -15,7 +15,7 @@ from diloco_cli.assemble import load_run, resolve, spelled_out
 from diloco_cli.core.fragments import Fragment, gather, scatter
 from diloco_cli.merge.outer_optimizers import outer_step
 from diloco_cli.merge.rules import weight
-from diloco_cli.wire.codecs.plain import Codec
+from diloco_cli.wire.codecs import Codec
 from diloco_cli.worker.engines.jax_engine import fetch, place
 from diloco_cli.worker.trainer.task import Task, prepare
 

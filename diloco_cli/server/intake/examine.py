@@ -13,7 +13,7 @@ from diloco_cli.merge.combine import edges_of
 from diloco_cli.server.intake.partial import UploadAddress
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.wire.chunks import hands
-from diloco_cli.wire.codecs.plain import NotFinite
+from diloco_cli.wire.codecs import NotFinite
 from diloco_cli.wire.frame import Frame
 
 GENEROSITY = 8

@@ -26,7 +26,7 @@ from diloco_cli.server.store.durable import disk_errors
 from diloco_cli.server.store.on_disk import Store
 from diloco_cli.server.versions.next_version import Version, frame_header
 from diloco_cli.server.versions.pieces import PIECE_BYTES, Reading, Ready
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import pack
 from diloco_cli.wire.messages import Links, version_path

@@ -30,7 +30,7 @@ from diloco_cli.merge.outer_step import Diverged, MemberUnfit, MergePlan, advanc
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store.on_disk import PayloadLost, Store, StoredState
 from diloco_cli.wire.chunks import CHUNK, span_of, spread
-from diloco_cli.wire.codecs.plain import NotFinite, codecs
+from diloco_cli.wire.codecs import NotFinite, codecs
 from diloco_cli.wire.frame import Frame, Header, Outline, open_frame, seal
 
 

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from diloco_cli.errors import WireError
 from diloco_cli.wire.codecs.block import Block
-from diloco_cli.wire.codecs.plain import InPlace, codecs, refuse_non_finite
+from diloco_cli.wire.codecs.protocol import InPlace, codecs, refuse_non_finite
 
 FAR = 255
 """The longest distance one gap byte covers."""

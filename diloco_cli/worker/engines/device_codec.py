@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 
 from diloco_cli.wire.chunks import CHUNK, span_of
+from diloco_cli.wire.codecs import Codec, NotFinite, codecs
 from diloco_cli.wire.codecs.block import SCALE_FLOOR, Int4, Int8, Uniform, largest_scale
-from diloco_cli.wire.codecs.plain import Codec, NotFinite, codecs
 from diloco_cli.wire.frame import Header, pack_bodies
 
 UP, NEAREST = 0xFFFF, 0x8000

@@ -32,7 +32,7 @@ from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.wakeup import LAST_MOMENT, Wakeup, stop_on_signals
-from diloco_cli.wire.codecs.plain import NotFinite
+from diloco_cli.wire.codecs import NotFinite
 from diloco_cli.worker.handover import papers, show_papers
 from diloco_cli.worker.mailbox import TRAINER_LOCK, Fate, FolderOwner, Mailbox
 from diloco_cli.worker.trainer.inbox import LOOK_SECONDS, Inbox

@@ -28,7 +28,7 @@ from diloco_cli.server.intake.body import LINGER_BYTES
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store import group_commit
 from diloco_cli.server.store.durable import DiskFull
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import most_bytes, open_frame, pack, read_chain
 from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, contribution_path
 from tests.server.harness import TENSORS, Bench, close_server, in_a_loop

@@ -13,7 +13,7 @@ from diloco_cli.merge.outer_optimizers import outer_optimisers
 from diloco_cli.merge.rules import merge_rules
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from tests.verify.dst.host import Deaths
 from tests.verify.dst.network import Weather
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import pack
 from tests.wire.forged_frames import delta, header, taken_apart
 

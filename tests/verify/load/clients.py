@@ -26,7 +26,7 @@ from diloco_cli.net.client import Client
 from diloco_cli.net.connection import Retry, Timeouts
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.chunks import in_chunks, squeeze
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, seal
 from diloco_cli.wire.messages import News
 

@@ -31,7 +31,7 @@ from diloco_cli.server.recovery.start import open_coordinator
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack, seal
 from diloco_cli.wire.messages import WIRE_VERSION, Heartbeat, Join
 from diloco_cli.worker.engines.jax_engine import place

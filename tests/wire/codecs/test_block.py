@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diloco_cli.errors import RegistryError, WireError
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.codecs.block import largest_scale
-from diloco_cli.wire.codecs.plain import codecs
 
 LARGEST = np.finfo(np.float32).max
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diloco_cli.errors import RegistryError, WireError
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 
 SIGN = codecs.build({"kind": "sign", "block": 32})
 UNIFORM = codecs.build({"kind": "uniform", "block": 32})

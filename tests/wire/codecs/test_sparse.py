@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diloco_cli.errors import RegistryError, WireError
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.codecs.sparse import Sparse
 
 SPARSE = Sparse(density=0.01, block=1024)

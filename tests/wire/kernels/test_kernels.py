@@ -17,8 +17,8 @@ from numba.core.registry import CPUDispatcher
 
 from diloco_cli.errors import WireError
 from diloco_cli.merge import kernels as merge_kernels
+from diloco_cli.wire.codecs import InPlace, codecs
 from diloco_cli.wire.codecs.block import SCALE_FLOOR, Int4, largest_scale
-from diloco_cli.wire.codecs.plain import InPlace, codecs
 from diloco_cli.wire.kernels import block, jit, sparse
 from diloco_cli.wire.kernels import sums as sum_kernels
 from diloco_cli.wire.kernels.jit import Floats, Kernel, real
@@ -252,7 +252,7 @@ def test_squares_are_not_taken_of_bodies_that_no_encoder_writes(place, value):
 
 def test_naming_codecs_and_opening_frames_does_not_load_a_compiler():
     probe = (
-        "import sys, diloco_cli.wire.frame; from diloco_cli.wire.codecs.plain import codecs\n"
+        "import sys, diloco_cli.wire.frame; from diloco_cli.wire.codecs import codecs\n"
         "for kind in codecs.kinds(): codecs.build({'kind': kind}).body_size(5000)\n"
         "print('numba' in sys.modules)"
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diloco_cli.wire.chunks import CHUNK
-from diloco_cli.wire.codecs.plain import NotFinite, codecs
+from diloco_cli.wire.codecs import NotFinite, codecs
 from diloco_cli.wire.frame import Header, pack, pack_bodies
 from diloco_cli.worker.engines.device_codec import body_of, pack_on_device, packable
 

@@ -15,7 +15,7 @@ from diloco_cli.core.unmerged_work import Work
 from diloco_cli.errors import StoreError
 from diloco_cli.observe.events import read_events
 from diloco_cli.server.intake.examine import examine
-from diloco_cli.wire.codecs.plain import codecs
+from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import open_frame, seal
 from diloco_cli.worker.mailbox import FolderOwner
 from diloco_cli.worker.trainer.pacing import tempo_of
