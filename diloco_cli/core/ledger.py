@@ -2,38 +2,38 @@
 
 The ledger is a fold over the journal: `apply` takes one record after another and does
 nothing else, so a restarted server, a replay and a simulated server all stand exactly
-where the journal says. Records are plain mappings with a `kind`:
-
-    joined     region owner boot epoch
-    called     fragment version
-    decided    receipt fate why
-    closed     fragment version members drain
-    dropped    fragment region fate why
-    published  fragment version published members bytes stored
-    stored     fragment version
-    end        why
-    finished   why
-    evaluated  versions loss region
-    snapshot   ledger
-
-A snapshot says what all records before it amount to, so that they can be left out.
+where the journal says.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from diloco_cli.core.guard import GuardRecord, Norms
+from diloco_cli.core.journal_records import (
+    Entry,
+    FragmentCalled,
+    FrameDecided,
+    MemberDropped,
+    Record,
+    RegionJoined,
+    RoundClosed,
+    RunEnded,
+    RunFinished,
+    Snapshot,
+    VersionPublished,
+    VersionStored,
+    WeightsEvaluated,
+)
 from diloco_cli.core.rounds import Decision, Receipt, RegionRecord
 
-Record = Mapping[str, Any]
 MOST_EVALUATIONS = 512
 """Evaluations remembered: the first, the best and the newest ones."""
 
-NEWS = frozenset({"called", "dropped", "published", "end", "finished"})
+NEWS = (FragmentCalled, MemberDropped, VersionPublished, RunEnded, RunFinished)
 """Kinds that regions care about; the number of the last one is what they wait after."""
 
 
@@ -50,7 +50,7 @@ class MadeVersion:
     """All of it is on the disk; otherwise it is made again from its contributions."""
 
     @classmethod
-    def of(cls, record: Record) -> MadeVersion:
+    def of(cls, record: Entry) -> MadeVersion:
         receipts = {key: Receipt(**it) for key, it in record["receipts"].items()}
         return cls(**{**record, "receipts": receipts})
 
@@ -94,7 +94,7 @@ class FragmentState:
         return [] if not self.made or self.made[-1].stored else self.made
 
     @classmethod
-    def of(cls, record: Record) -> FragmentState:
+    def of(cls, record: Entry) -> FragmentState:
         """A slot as a snapshot has it."""
         slot = cls(**record)
         for name in ("waiting", "closing"):
@@ -114,6 +114,15 @@ class RegionOwner:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The held-out loss of some published versions."""
+
+    versions: tuple[int, ...]
+    loss: float
+    region: str
+
+
 @dataclass(slots=True)
 class Ledger:
     slots: list[FragmentState]
@@ -122,7 +131,7 @@ class Ledger:
     end: str = ""
     finished: str = ""
     outer_steps: int = 0
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
     """Contributions refused or returned, by region."""
     conduct: dict[str, GuardRecord] = field(default_factory=dict)
@@ -134,6 +143,14 @@ class Ledger:
     @classmethod
     def empty(cls, fragments: int) -> Ledger:
         return cls([FragmentState() for _ in range(fragments)])
+
+    @classmethod
+    def folded(cls, fragments: int, records: Iterable[tuple[int, Record]]) -> Ledger:
+        """What numbered records amount to."""
+        ledger = cls.empty(fragments)
+        for number, record in records:
+            ledger.apply(number, record)
+        return ledger
 
     def standing(self, region: str, fragment: int) -> RegionRecord:
         slot, member = self.slots[fragment], self.regions.get(region)
@@ -170,128 +187,98 @@ class Ledger:
         """Everything here as plain data, for a record of kind `snapshot`."""
         return json.loads(json.dumps(asdict(self)))
 
-    def restore(self, record: Record) -> None:
+    def restore(self, entry: Entry) -> None:
         """Stands where a snapshot stood."""
         for each in fields(self):
-            setattr(self, each.name, record[each.name])
-        self.slots = [FragmentState.of(slot) for slot in record["slots"]]
-        self.regions = {name: RegionOwner(**member) for name, member in record["regions"].items()}
-        self.evaluations = [dict(each) for each in record["evaluations"]]
-        self.refused = dict(record["refused"])
-        self.conduct = {name: GuardRecord(**found) for name, found in record["conduct"].items()}
+            setattr(self, each.name, entry[each.name])
+        self.slots = [FragmentState.of(slot) for slot in entry["slots"]]
+        self.regions = {name: RegionOwner(**member) for name, member in entry["regions"].items()}
+        self.evaluations = [
+            Evaluation(tuple(each["versions"]), each["loss"], each["region"])
+            for each in entry["evaluations"]
+        ]
+        self.refused = dict(entry["refused"])
+        self.conduct = {name: GuardRecord(**found) for name, found in entry["conduct"].items()}
 
     def apply(self, number: int, record: Record) -> None:
-        kind = record["kind"]
-        if kind in NEWS:
+        if isinstance(record, NEWS):
             self.news = number
-        handler = _HANDLERS.get(kind)
-        if handler is not None:  # Kinds unknown here carry notes, never outer state.
-            handler(self, record)
+        match record:
+            case RegionJoined():
+                owner = RegionOwner(record.owner, record.boot, record.epoch)
+                self.regions[record.region] = owner
+            case FragmentCalled():
+                self.slots[record.fragment].phase = "called"
+            case FrameDecided():
+                self._decided(record)
+            case RoundClosed():
+                slot = self.slots[record.fragment]
+                slot.closing = {region: slot.waiting.pop(region) for region in record.members}
+                slot.drain, slot.phase = record.drain, "closing"
+            case MemberDropped():
+                self._dropped(record)
+            case VersionPublished():
+                self._published(record)
+            case VersionStored():
+                self.slots[record.fragment].made[-1].stored = True
+            case RunEnded():
+                self.end = record.why
+            case RunFinished():
+                self.finished = record.why
+            case WeightsEvaluated():
+                self._evaluated(Evaluation(record.versions, record.loss, record.region))
+            case Snapshot():
+                self.restore(record.ledger)
+            case _:
+                assert_never(record)
 
+    def _decided(self, record: FrameDecided) -> None:
+        receipt, region = record.receipt, record.receipt.region
+        slot = self.slots[receipt.fragment]
+        slot.decided[region] = Decision(receipt.clock, receipt.digest, record.fate, record.why)
+        guard = self.conduct.get(region, GuardRecord())
+        if record.sound or (record.fate == "pending" and guard.quarantined):
+            self.conduct[region] = guard.found(None)
+        elif record.fate == "refused":
+            self.conduct[region] = guard.found(record.why)
+        # What is accepted may still be found unfit beside the others of its round.
+        if record.fate == "pending":
+            slot.norms = slot.norms.seen(record.norm or 0.0, receipt.steps)
+            slot.waiting[region] = receipt
+            self.bytes_up += receipt.bytes
+            self.values_up += record.values or 0
+        else:
+            self.refused[region] = self.refused.get(region, 0) + 1
 
-def _joined(ledger: Ledger, record: Record) -> None:
-    ledger.regions[record["region"]] = RegionOwner(record["owner"], record["boot"], record["epoch"])
+    def _dropped(self, record: MemberDropped) -> None:
+        slot, region = self.slots[record.fragment], record.region
+        receipt = slot.closing.pop(region)
+        slot.decided[region] = Decision(receipt.clock, receipt.digest, record.fate, record.why)
+        self.refused[region] = self.refused.get(region, 0) + 1
+        if record.alone:
+            self.conduct[region] = self.conduct.get(region, GuardRecord()).found(record.why)
+        if not slot.closing:
+            slot.phase = "idle"
 
+    def _published(self, record: VersionPublished) -> None:
+        slot = self.slots[record.fragment]
+        for region, receipt in slot.closing.items():
+            slot.merged[region] = receipt.digest
+            slot.decided[region] = Decision(receipt.clock, receipt.digest, "merged")
+            slot.applied[region] = slot.applied.get(region, 0.0) + receipt.tokens
+            self.conduct[region] = self.conduct.get(region, GuardRecord()).found(None)
+        slot.version, slot.phase = record.version, "idle"
+        slot.published, slot.state = record.published, record.state
+        made = MadeVersion(slot.version, slot.state, slot.closing, slot.drain, record.stored)
+        slot.made, slot.closing = [*slot.unstored, made], {}
+        self.outer_steps += 1
 
-def _called(ledger: Ledger, record: Record) -> None:
-    ledger.slots[record["fragment"]].phase = "called"
-
-
-def _decided(ledger: Ledger, record: Record) -> None:
-    receipt = Receipt(**record["receipt"])
-    slot = ledger.slots[receipt.fragment]
-    slot.decided[receipt.region] = Decision(
-        receipt.clock, receipt.digest, record["fate"], record.get("why", "")
-    )
-    _looked_at(ledger, receipt.region, record)
-    if record["fate"] == "pending":
-        slot.norms = slot.norms.seen(record.get("norm", 0.0), receipt.steps)
-        slot.waiting[receipt.region] = receipt
-        ledger.bytes_up += receipt.bytes
-        ledger.values_up += record.get("values", 0)
-    else:
-        ledger.refused[receipt.region] = ledger.refused.get(receipt.region, 0) + 1
-
-
-def _looked_at(ledger: Ledger, region: str, record: Record) -> None:
-    fate, known = record["fate"], ledger.conduct.get(region, GuardRecord())
-    if record.get("sound") or (fate == "pending" and known.quarantined):
-        ledger.conduct[region] = known.found(None)
-    elif fate == "refused":
-        ledger.conduct[region] = known.found(record.get("why", ""))
-    # What is accepted may still be found unfit beside the others of its round.
-
-
-def _closed(ledger: Ledger, record: Record) -> None:
-    slot = ledger.slots[record["fragment"]]
-    slot.closing = {region: slot.waiting.pop(region) for region in record["members"]}
-    slot.drain = record["drain"]
-    slot.phase = "closing"
-
-
-def _dropped(ledger: Ledger, record: Record) -> None:
-    slot, region = ledger.slots[record["fragment"]], record["region"]
-    receipt = slot.closing.pop(region)
-    slot.decided[region] = Decision(receipt.clock, receipt.digest, record["fate"], record["why"])
-    ledger.refused[region] = ledger.refused.get(region, 0) + 1
-    if record.get("alone"):
-        ledger.conduct[region] = ledger.conduct.get(region, GuardRecord()).found(record["why"])
-    if not slot.closing:
-        slot.phase = "idle"
-
-
-def _published(ledger: Ledger, record: Record) -> None:
-    slot = ledger.slots[record["fragment"]]
-    for region, receipt in slot.closing.items():
-        slot.merged[region] = receipt.digest
-        slot.decided[region] = Decision(receipt.clock, receipt.digest, "merged")
-        slot.applied[region] = slot.applied.get(region, 0.0) + receipt.tokens
-        ledger.conduct[region] = ledger.conduct.get(region, GuardRecord()).found(None)
-    slot.version, slot.phase = record["version"], "idle"
-    slot.published, slot.state = record["published"], record.get("state", "")
-    stored = record.get("stored", True)
-    made = MadeVersion(slot.version, slot.state, slot.closing, slot.drain, stored)
-    slot.made, slot.closing = [*slot.unstored, made], {}
-    ledger.outer_steps += 1
-
-
-def _stored(ledger: Ledger, record: Record) -> None:
-    ledger.slots[record["fragment"]].made[-1].stored = True
-
-
-def _end(ledger: Ledger, record: Record) -> None:
-    ledger.end = record["why"]
-
-
-def _finished(ledger: Ledger, record: Record) -> None:
-    ledger.finished = record["why"]
-
-
-def _evaluated(ledger: Ledger, record: Record) -> None:
-    known = ledger.evaluations
-    known.append({key: record[key] for key in ("versions", "loss", "region")})
-    if len(known) > MOST_EVALUATIONS:
-        best = min(known, key=lambda each: each["loss"])
-        del known[2 if known[1] is best else 1]
-
-
-def _snapshot(ledger: Ledger, record: Record) -> None:
-    ledger.restore(record["ledger"])
-
-
-_HANDLERS = {
-    "joined": _joined,
-    "called": _called,
-    "decided": _decided,
-    "closed": _closed,
-    "dropped": _dropped,
-    "published": _published,
-    "stored": _stored,
-    "end": _end,
-    "finished": _finished,
-    "evaluated": _evaluated,
-    "snapshot": _snapshot,
-}
+    def _evaluated(self, evaluation: Evaluation) -> None:
+        known = self.evaluations
+        known.append(evaluation)
+        if len(known) > MOST_EVALUATIONS:
+            best = min(known, key=lambda each: each.loss)
+            del known[2 if known[1] is best else 1]
 
 
 @dataclass(frozen=True, slots=True)

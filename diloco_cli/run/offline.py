@@ -13,6 +13,7 @@ import numpy as np
 
 from diloco_cli.assemble import load_run, resolve, shared_digest
 from diloco_cli.core.fragments import scatter
+from diloco_cli.core.journal_records import decode_all
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.run.folder import RESOLVED, is_a_regions, server_elsewhere
@@ -39,9 +40,8 @@ def write_weights(folder: Path, out: Path, *, version: int | None = None) -> dic
         folder / "server", layout=parts.layout.digest, spec=shared_digest(spec)
     )
     try:
-        ledger = Ledger.empty(len(parts.layout.fragments))
-        for number, record in enumerate(records, store.journal.base + 1):
-            ledger.apply(number, record)
+        numbered = decode_all(records, base=store.journal.base)
+        ledger = Ledger.folded(len(parts.layout.fragments), numbered)
         versions = [slot.version if version is None else version for slot in ledger.slots]
         for fragment, wanted in zip(parts.layout.fragments, versions, strict=True):
             newest = ledger.slots[fragment.number].version

@@ -123,7 +123,7 @@ def _mean(books: Sequence[TokenFates], fate: str, sizes: Sequence[int]) -> float
 
 def _losses(coordinator: Coordinator) -> dict[str, float | None]:
     state = coordinator.state
-    heldout = [float(each["loss"]) for each in state.ledger.evaluations]
+    heldout = [float(each.loss) for each in state.ledger.evaluations]
     said = [presence.said for presence in state.presences.all.values() if presence.said]
     train = [each.loss for each in said if each.loss is not None]
     return {

@@ -8,9 +8,16 @@ rounds. What a live server does with a disk and a thread takes a time here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from diloco_cli.core import pace, rounds
+from diloco_cli.core.journal_records import (
+    FragmentCalled,
+    FrameDecided,
+    Record,
+    RegionJoined,
+    RoundClosed,
+    VersionPublished,
+)
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.core.pace import Averages, Report
 from diloco_cli.core.rounds import Accept, Close, Receipt, Refused, Returned, Round
@@ -48,11 +55,11 @@ class SimulatedServer:
         self.on_publish: Callable[[int, dict[str, Receipt]], None]
         for site in scenario.sites:
             self.seen[site.name] = 0.0
-            self.record("joined", region=site.name, owner=site.name, boot=1, epoch=EPOCH)
+            self.record(RegionJoined(site.name, site.name, boot=1, epoch=EPOCH))
 
-    def record(self, kind: str, **fields: Any) -> None:
+    def record(self, record: Record) -> None:
         self.number += 1
-        self.ledger.apply(self.number, {"kind": kind, **fields})
+        self.ledger.apply(self.number, record)
 
     @property
     def is_down(self) -> bool:
@@ -84,16 +91,15 @@ class SimulatedServer:
         )
         if isinstance(said, Accept):
             size = self.scenario.sizes[receipt.fragment]
-            about = {"fate": "pending", "why": said.why, "values": size}
-            self.record("decided", receipt=receipt.as_record(), **about)
+            self.record(FrameDecided(receipt, "pending", said.why, values=size))
             self.seen[receipt.region] = now
             self._joined(receipt.fragment, receipt.region, now)
             self.wake()
             return
-        fate = type(said).__name__.lower()
         if isinstance(said, Refused | Returned):
-            self.record("decided", receipt=receipt.as_record(), fate=fate, why=said.why)
-        answer(fate)
+            fate = "refused" if isinstance(said, Refused) else "returned"
+            self.record(FrameDecided(receipt, fate, said.why))
+        answer(type(said).__name__.lower())
 
     def _joined(self, fragment: int, region: str, now: Seconds) -> None:
         before = self.rounds[fragment]
@@ -124,7 +130,7 @@ class SimulatedServer:
         live = self.live()
         for fragment in pace.due(self.ledger.slots, self.reports, live, self.sync):
             version = self.ledger.slots[fragment].version
-            self.record("called", fragment=fragment, version=version)
+            self.record(FragmentCalled(fragment, version))
             self.rounds[fragment] = rounds.called(
                 self.rounds[fragment],
                 need=self.sync.quorum,
@@ -155,9 +161,8 @@ class SimulatedServer:
         return wakes
 
     def _close(self, fragment: int, verdict: Close) -> None:
-        version, members = self.ledger.slots[fragment].version, list(verdict.members)
-        about = {"fragment": fragment, "version": version, "members": members}
-        self.record("closed", **about, drain=False)
+        version = self.ledger.slots[fragment].version
+        self.record(RoundClosed(fragment, version, verdict.members, drain=False))
         self.rounds[fragment] = Round()
         self._merge(fragment, self.agenda.now)
 
@@ -173,8 +178,7 @@ class SimulatedServer:
             return
         slot = self.ledger.slots[fragment]
         members = dict(slot.closing)
-        about = {"fragment": fragment, "version": slot.version + 1, "members": sorted(members)}
-        self.record("published", **about, published="")
+        self.record(VersionPublished(fragment, slot.version + 1, published=""))
         self.averages = pace.published(self.averages, self.agenda.now - began)
         self.on_publish(fragment, members)
         self.wake()

@@ -1,11 +1,34 @@
 """The server is what its journal says: nothing else decides, and replaying changes nothing."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_cli.core.ledger import Admitted, Ledger, RegionOwner, TurnedAway, admit_worker
-from diloco_cli.core.rounds import Decision, Receipt, RegionRecord
+from diloco_cli.core.journal_records import (
+    FragmentCalled,
+    FrameDecided,
+    MemberDropped,
+    Record,
+    RegionJoined,
+    RoundClosed,
+    RunEnded,
+    RunFinished,
+    VersionPublished,
+    WeightsEvaluated,
+    decode_all,
+    encode,
+)
+from diloco_cli.core.ledger import (
+    Admitted,
+    Evaluation,
+    Ledger,
+    RegionOwner,
+    TurnedAway,
+    admit_worker,
+)
+from diloco_cli.core.rounds import Decision, Fate, Receipt, RegionRecord
 
 
 def receipt(region: str = "paris", digest: str = "x", **changes) -> Receipt:
@@ -13,38 +36,33 @@ def receipt(region: str = "paris", digest: str = "x", **changes) -> Receipt:
     return Receipt(region=region, fragment=0, digest=digest, **sent)
 
 
-def joined(region: str = "paris", epoch: int = 1) -> dict:
-    return {"kind": "joined", "region": region, "owner": "disk", "boot": epoch, "epoch": epoch}
+def joined(region: str = "paris", epoch: int = 1) -> RegionJoined:
+    return RegionJoined(region, "disk", boot=epoch, epoch=epoch)
 
 
-def decided(fate: str = "pending", **changes) -> dict:
-    return {"kind": "decided", "receipt": receipt(**changes).as_record(), "fate": fate}
+def decided(fate: Fate = "pending", **changes) -> FrameDecided:
+    return FrameDecided(receipt(**changes), fate)
 
 
-def closed(*members: str, drain: bool = False) -> dict:
-    members_ = list(members)
-    return {"kind": "closed", "fragment": 0, "version": 0, "members": members_, "drain": drain}
+def closed(*members: str, drain: bool = False) -> RoundClosed:
+    return RoundClosed(0, 0, members, drain)
 
 
-def published(version: int = 1) -> dict:
-    return {"kind": "published", "fragment": 0, "version": version, "published": f"w{version}"}
+def published(version: int = 1) -> VersionPublished:
+    return VersionPublished(0, version, f"w{version}")
 
 
-def dropped(region: str = "paris", fate: str = "returned") -> dict:
-    why = "unreadable"
-    return {"kind": "dropped", "fragment": 0, "region": region, "fate": fate, "why": why}
+def dropped(region: str = "paris", fate: Fate = "returned") -> MemberDropped:
+    return MemberDropped(0, region, fate, "unreadable")
 
 
-CALLED = {"kind": "called", "fragment": 0, "version": 0}
-END = {"kind": "end", "why": "budget reached"}
-FINISHED = {"kind": "finished", "why": "all merged"}
+CALLED = FragmentCalled(0, 0)
+END = RunEnded("budget reached")
+FINISHED = RunFinished("all merged")
 
 
-def after(*records: dict, fragments: int = 1) -> Ledger:
-    ledger = Ledger.empty(fragments)
-    for number, record in enumerate(records, 1):
-        ledger.apply(number, record)
-    return ledger
+def after(*records: Record, fragments: int = 1) -> Ledger:
+    return Ledger.folded(fragments, enumerate(records, 1))
 
 
 def test_an_empty_journal_knows_nobody():
@@ -72,7 +90,7 @@ def test_a_published_round_merges_its_members_and_nobody_else():
 
 
 def test_the_merged_map_is_cumulative():
-    records = [decided(), CALLED, closed("paris"), published()]
+    records: list[Record] = [decided(), CALLED, closed("paris"), published()]
     records += [decided(region="tokyo", digest="y", base=1), CALLED, closed("tokyo"), published(2)]
     slot = after(*records).slots[0]
     assert slot.merged == {"paris": "x", "tokyo": "y"} and slot.members == ("tokyo",)
@@ -109,8 +127,8 @@ def test_a_later_refusal_does_not_unmerge_what_was_merged():
 
 
 def test_a_new_disk_starts_above_every_clock_ever_decided():
-    other = {"kind": "decided", "receipt": {**receipt(clock=99).as_record(), "fragment": 1}}
-    ledger = after(decided(), {**other, "fate": "returned"}, fragments=2)
+    other = FrameDecided(replace(receipt(clock=99), fragment=1), "returned")
+    ledger = after(decided(), other, fragments=2)
     assert ledger.high("paris") == 99 and ledger.high("tokyo") == -1
 
 
@@ -133,7 +151,8 @@ def test_only_what_regions_wait_for_moves_the_number_they_wait_after(record, cou
 
 
 def test_kinds_of_a_later_version_are_notes_and_change_nothing():
-    assert after({"kind": "remark", "text": "hello"}) == after()
+    numbered = list(decode_all([{"kind": "remark", "text": "hello"}, encode(CALLED)]))
+    assert numbered == [(2, CALLED)]
 
 
 def test_applied_tokens_are_averaged_over_fragments_by_size():
@@ -142,8 +161,8 @@ def test_applied_tokens_are_averaged_over_fragments_by_size():
 
 
 def test_evaluations_are_kept_in_order():
-    heard = {"kind": "evaluated", "versions": [1], "loss": 2.5, "region": "paris", "time": 7}
-    kept = {"versions": [1], "loss": 2.5, "region": "paris"}
+    heard = WeightsEvaluated((1,), 2.5, "paris", time=7.0)
+    kept = Evaluation((1,), 2.5, "paris")
     assert after(heard, heard).evaluations == [kept, kept]
 
 
@@ -189,13 +208,12 @@ def test_an_epoch_belongs_to_one_start_of_one_folder_for_ever(asks):
         answer = admit_worker(ledger.regions.get("paris"), owner, boot, lease_left=left)
         if isinstance(answer, Admitted):
             assert owners.setdefault(answer.epoch, (owner, boot)) == (owner, boot)
-            about = {"region": "paris", "owner": owner, "boot": boot, "epoch": answer.epoch}
-            ledger.apply(1, {"kind": "joined", **about})
+            ledger.apply(1, RegionJoined("paris", owner, boot, answer.epoch))
 
 
 @given(cut=st.integers(0, 9))
 def test_a_server_that_dies_anywhere_stands_where_the_journal_ends(cut):
-    records = [joined(), decided(), CALLED, decided(region="tokyo", digest="y")]
+    records: list[Record] = [joined(), decided(), CALLED, decided(region="tokyo", digest="y")]
     records += [closed("paris"), published(), CALLED, END, FINISHED]
     ledger = after(*records[:cut])
     for number, record in enumerate(records[cut:], cut + 1):

@@ -8,6 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco_cli.core import pace, rounds, unmerged_work
+from diloco_cli.core.journal_records import (
+    FragmentCalled,
+    FrameDecided,
+    Record,
+    RegionJoined,
+    RoundClosed,
+    RunEnded,
+    VersionPublished,
+)
 from diloco_cli.core.ledger import Admitted, Ledger, TurnedAway, admit_worker
 from diloco_cli.core.rounds import Answer, Close, Receipt, Round
 from diloco_cli.core.unmerged_work import Book, Posted
@@ -42,7 +51,7 @@ class Stage:
         self.sync = SyncSpec(**{"fragments": 1, "every": 10, **sync})
         self.budget = budget
         self.now = 0.0
-        self.journal: list[dict] = []
+        self.journal: list[Record] = []
         self.ledger = Ledger.empty(1)
         self.round = Round()
         self.signs: dict[str, float] = {}
@@ -65,9 +74,9 @@ class Stage:
     def live(self) -> set[str]:
         return {name for name, sign in self.signs.items() if self.now < sign + LEASE}
 
-    def record(self, kind: str, **fields) -> None:
-        self.journal.append({"kind": kind, **fields})
-        self.ledger.apply(len(self.journal), self.journal[-1])
+    def record(self, record: Record) -> None:
+        self.journal.append(record)
+        self.ledger.apply(len(self.journal), record)
 
     # What regions do
 
@@ -76,7 +85,7 @@ class Stage:
         answer = admit_worker(self.ledger.regions.get(name), owner, boot, lease_left=left)
         if isinstance(answer, Admitted):
             if answer.new:
-                self.record("joined", region=name, owner=owner, boot=boot, epoch=answer.epoch)
+                self.record(RegionJoined(name, owner, boot, answer.epoch))
             self.signs[name] = self.now
         return answer
 
@@ -123,7 +132,7 @@ class Stage:
             staleness=self.sync.staleness,
         )
         if isinstance(answer, rounds.Accept):
-            self.record("decided", receipt=receipt.as_record(), fate="pending")
+            self.record(FrameDecided(receipt, "pending"))
             self.round = rounds.joined(self.round, name, need=self.need, now=self.now)
             self.tick()
         return answer
@@ -154,14 +163,14 @@ class Stage:
     def tick(self) -> None:
         live = self.live()
         if not self.ledger.end and sum(self.slot.applied.values()) >= self.budget:
-            self.record("end", why="budget reached")
+            self.record(RunEnded("budget reached"))
         due = (
             pace.due_at_end(self.ledger.slots, self.reports, live)
             if self.ledger.end
             else pace.due(self.ledger.slots, self.reports, live, self.sync)
         )
         if due:
-            self.record("called", fragment=0, version=self.slot.version)
+            self.record(FragmentCalled(0, self.slot.version))
             self.round = rounds.called(
                 self.round,
                 need=self.need,
@@ -184,13 +193,13 @@ class Stage:
         cap = (self.sync.staleness + 1) * self.sync.every
         drain = bool(self.ledger.end)
         version = self.slot.version
-        self.record("closed", fragment=0, version=version, members=list(members), drain=drain)
+        self.record(RoundClosed(0, version, members, drain))
         self.round = Round(tuple(self.slot.waiting))
         self.weights = {
             name: rules.weight(receipt.tokens, receipt.steps, steps_cap=cap)
             for name, receipt in self.slot.closing.items()
         }
-        self.record("published", fragment=0, version=version + 1, published="")
+        self.record(VersionPublished(0, version + 1, published=""))
         self.tick()
 
     def wait(self, seconds: float, *, hearing: tuple[str, ...] = ()) -> None:
@@ -201,9 +210,7 @@ class Stage:
 
     def restart_server(self) -> None:
         """Everything in memory is gone; the journal is read again and leases start anew."""
-        self.ledger = Ledger.empty(1)
-        for number, record in enumerate(self.journal, 1):
-            self.ledger.apply(number, record)
+        self.ledger = Ledger.folded(1, enumerate(self.journal, 1))
         self.signs = dict.fromkeys(self.ledger.regions, self.now)
         self.reports, self.averages = {}, pace.Averages()
         self.round = Round(tuple(self.slot.waiting))

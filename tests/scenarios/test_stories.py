@@ -3,6 +3,7 @@
 import pytest
 
 from diloco_cli.core import unmerged_work
+from diloco_cli.core.journal_records import FragmentCalled
 from diloco_cli.core.ledger import Admitted, TurnedAway
 from diloco_cli.core.rounds import Accept, Decision, Fenced, Foreign, Recorded, Returned
 from tests.scenarios.harness import LEASE, Stage
@@ -153,7 +154,7 @@ def test_an_old_copy_of_a_disk_never_merges_its_work_again():
     copy = region.book  # The backup holds the ten steps, and no frame.
     stage.answer("paris")
     region.book, region.clock = copy, stage.ledger.high("paris") + 1
-    stage.record("called", fragment=0, version=1)
+    stage.record(FragmentCalled(0, 1))
     stage.post("paris")
     assert isinstance(stage.send("paris"), Foreign)
     stage.adopt("paris")

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from diloco_cli.core.fragments import Tensor, cut, gather
+from diloco_cli.core.journal_records import VersionPublished, decode_all
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.core.rounds import Answer, Receipt
 from diloco_cli.merge.outer_optimizers import outer_optimisers
@@ -350,14 +351,14 @@ def replayed(recipe: ServerSettings, folder: Path, frames: Iterable[bytes]) -> l
         theta = gather(initial(), fragment)
         state = StoredState(theta, recipe.outer.start(fragment.size), theta)
         versions.append(Version(0, state, "", {}, ()))
-    for number, record in enumerate(read_journal(folder), 1):
-        if record["kind"] == "published":
-            about = recipe.layout.fragments[record["fragment"]]
+    for number, record in decode_all(read_journal(folder)):
+        if isinstance(record, VersionPublished):
+            about = recipe.layout.fragments[record.fragment]
             slot, old = ledger.slots[about.number], versions[about.number]
             receipts = list(slot.closing.values())
             made = next_version(recipe, store, old, about, receipts, drain=slot.drain)
             assert isinstance(made, tuple), made
             versions[about.number] = made[0]
-            assert made[0].digest == record["published"]
+            assert made[0].digest == record.published
         ledger.apply(number, record)
     return [version.state for version in versions]

@@ -18,10 +18,10 @@ import numpy as np
 
 from diloco_cli.core.fragments import gather
 from diloco_cli.core.ledger import Ledger
+from diloco_cli.server.recovery.fold import fold
 from diloco_cli.server.recovery.verify import brought_back
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.rounds.state import State
-from diloco_cli.server.rounds.token_totals import RunTotals
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store.journal import Notice, to_stderr
 from diloco_cli.server.store.on_disk import Store, StoredState, put_away, stores
@@ -49,10 +49,7 @@ def open_coordinator(
         folder, layout=recipe.layout.digest, spec=recipe.spec_digest, notice=notice
     )
     try:
-        ledger, tally = Ledger.empty(len(recipe.sizes)), RunTotals(recipe)
-        for number, record in enumerate(records, store.journal.base + 1):
-            ledger.apply(number, record)
-            tally.apply(record)
+        ledger, tally = fold(recipe, records, base=store.journal.base)
         if not records:
             _begin(recipe, store, initial)
         weights = PublishedVersions(recipe, store, _newest(recipe, store, ledger), folder / "cache")

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from diloco_cli.core.journal_records import Record, Snapshot, VersionPublished
 from diloco_cli.core.ledger import FragmentState, Ledger, MadeVersion
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.server.recovery.fold import fold
 from diloco_cli.server.rounds.token_totals import RunTotals
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store.archive import Archive, StoredState, mapped
@@ -102,22 +104,24 @@ def _history(
     recipe: ServerSettings, path: Path, content: JournalContent, last: int
 ) -> list[list[RecordedVersion]]:
     """Folds the journal; gives every fragment's versions on record, oldest first."""
-    ledger, tally = Ledger.empty(len(recipe.sizes)), RunTotals(recipe)
     steps = [[RecordedVersion(0, "")] for _ in recipe.sizes]
-    numbered = enumerate(content.records, content.base + 1)
-    for number, record in ((n, r) for n, r in numbered if n <= last):
-        if record["kind"] == "snapshot" and number == content.base + 1:
-            ledger.apply(number, record)
-            steps = [_of_snapshot(slot) for slot in ledger.slots]
-        elif record["kind"] == "snapshot":
-            _compare(path, number, record, ledger, tally)
-        elif record["kind"] == "published":
-            slot = ledger.slots[record["fragment"]]
-            members = tuple(slot.closing.values())
-            made = RecordedVersion(record["version"], record["state"], members, slot.drain)
-            steps[record["fragment"]].append(made)
-        ledger.apply(number, record)
-        tally.apply(record)
+
+    def look(number: int, record: Record, ledger: Ledger, totals: RunTotals) -> None:
+        match record:
+            case Snapshot() if number == content.base + 1:
+                ledger.restore(record.ledger)
+                steps[:] = [_of_snapshot(slot) for slot in ledger.slots]
+            case Snapshot():
+                _compare(path, number, record, ledger, totals)
+            case VersionPublished():
+                slot = ledger.slots[record.fragment]
+                members = tuple(slot.closing.values())
+                made = RecordedVersion(record.version, record.state, members, slot.drain)
+                steps[record.fragment].append(made)
+            case _:
+                pass  # Only these speak of versions.
+
+    fold(recipe, content.records[: last - content.base], base=content.base, look=look)
     return steps
 
 
@@ -144,10 +148,15 @@ def brought_back(
     return state
 
 
-def _compare(path: Path, number: int, record: Any, ledger: Ledger, tally: RunTotals) -> None:
+def _compare(
+    path: Path, number: int, snapshot: Snapshot, ledger: Ledger, totals: RunTotals
+) -> None:
     """A snapshot must say what the records before it amount to."""
-    for what, found in (("ledger", ledger.snapshot()), ("tally", tally.snapshot())):
-        parts = [key for key in found if found[key] != record[what].get(key)]
+    for what, recorded, found in (
+        ("ledger", snapshot.ledger, ledger.snapshot()),
+        ("tally", snapshot.tally, totals.snapshot()),
+    ):
+        parts = [key for key in found if found[key] != recorded.get(key)]
         if parts:
             raise StoreError(
                 f"{path}: record {number} is a snapshot that disagrees with the records before "

@@ -17,6 +17,15 @@ from functools import partial
 from typing import TypeVar
 
 from diloco_cli.core import pace, rounds
+from diloco_cli.core.journal_records import (
+    FragmentCalled,
+    MemberDropped,
+    RoundClosed,
+    RunEnded,
+    RunFinished,
+    VersionPublished,
+    VersionStored,
+)
 from diloco_cli.core.rounds import Close, Receipt, Round
 from diloco_cli.server.rounds.state import Seconds, State
 from diloco_cli.server.store.durable import DiskFull
@@ -114,7 +123,7 @@ class Conductor:
         if state.ledger.end or applied < budget:
             return
         why = f"{applied:.0f} of {budget} tokens are merged"
-        state.record("end", why=why)
+        state.record(RunEnded(why))
         state.note("run-ended", why=why, tokens=applied)
         state.over_at = state.moved_at = now
         state.presences.undrain()
@@ -132,7 +141,7 @@ class Conductor:
         )
         for fragment in due:
             version = slots[fragment].version
-            state.record("called", fragment=fragment, version=version)
+            state.record(FragmentCalled(fragment, version))
             state.note("called", fragment=fragment, version=version)
             state.rounds[fragment] = rounds.called(
                 state.rounds[fragment],
@@ -163,11 +172,17 @@ class Conductor:
 
     def _close(self, fragment: int, verdict: Close) -> None:
         state, slot = self.state, self.state.ledger.slots[fragment]
-        members, drain = list(verdict.members), bool(state.ledger.end)
-        about = {"fragment": fragment, "version": slot.version, "members": members, "drain": drain}
-        state.record("closed", **about)
-        weights = [state.recipe.weight(receipt) for receipt in slot.closing.values()]
-        state.note("closed", **about, weights=weights, why=verdict.why)
+        closed = RoundClosed(fragment, slot.version, verdict.members, drain=bool(state.ledger.end))
+        state.record(closed)
+        state.note(
+            "closed",
+            fragment=fragment,
+            version=slot.version,
+            members=list(closed.members),
+            drain=closed.drain,
+            weights=[state.recipe.weight(receipt) for receipt in slot.closing.values()],
+            why=verdict.why,
+        )
         state.rounds[fragment] = Round()
         reach("round.closed")
         self._merge_soon(fragment)
@@ -234,16 +249,17 @@ class Conductor:
             lambda: store.publish(fragment, version.number, version.state, delta, whole=whole)
         )
         state.record(
-            "published",
-            fragment=fragment,
-            version=version.number,
-            published=version.digest,
-            state=digest,
-            members=list(version.members),
-            stored=whole,
-            bytes=len(delta),
-            bytes_down=state.tally.bytes_down,
-            seconds=round(state.seconds, 3),
+            VersionPublished(
+                fragment,
+                version.number,
+                version.digest,
+                digest,
+                version.members,
+                stored=whole,
+                bytes=len(delta),
+                bytes_down=state.tally.bytes_down,
+                seconds=round(state.seconds, 3),
+            )
         )
         state.weights.install(fragment, version)
         state.moved_at = now = state.clock()
@@ -286,7 +302,7 @@ class Conductor:
                 await self._in_thread(
                     partial(store.publish, fragment, newest.number, newest.state, None)
                 )
-                state.record("stored", fragment=fragment, version=newest.number)
+                state.record(VersionStored(fragment, newest.number))
                 await state.commit.durable()
                 await self._tidy(fragment)
             except DiskFull:
@@ -332,10 +348,9 @@ class Conductor:
             receipt = slot.closing[region]
             dropped.append(receipt.digest)
             fate, why = spoiled.fate, spoiled.why
-            about = {"fragment": fragment, "region": region, "fate": fate, "why": why}
             # A round that nobody can merge is nobody's fault in particular.
             alone = fate == "refused" and len(spoiled.regions) == 1
-            state.record("dropped", **about, alone=alone)
+            state.record(MemberDropped(fragment, region, fate, why, alone))
             what = {"region": region, "fragment": fragment, "version": slot.version}
             state.note(fate, **what, base=receipt.base, clock=receipt.clock, why=why)
             state.presences.undrain(region)
@@ -373,7 +388,7 @@ class Conductor:
             why = f"{', '.join(left)} gave nothing for {now - limit + PATIENCE * lease:.0f} s"
         elif gone := state.presences.not_drained():
             why = f"every region but {', '.join(gone)}, not waited for, has given all it held"
-        state.record("finished", why=why)
+        state.record(RunFinished(why))
         state.note("run-finished", why=why, tokens=state.ledger.applied(state.recipe.sizes))
         state.finished_at = now
         return []

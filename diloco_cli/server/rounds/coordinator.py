@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from diloco_cli.core import pace, rounds
+from diloco_cli.core.journal_records import FrameDecided, RegionJoined, WeightsEvaluated
 from diloco_cli.core.ledger import TurnedAway, admit_worker
 from diloco_cli.core.rounds import Accept, Foreign, Receipt, Recorded, Refused, Returned
 from diloco_cli.server.refusals import HttpRefusal
@@ -51,9 +52,9 @@ class Coordinator(Conductor):
                 retry_seconds=left,
             )
         if answer.new:
-            who = {"region": region, "owner": asked.owner, "boot": asked.boot}
-            state.record("joined", **who, epoch=answer.epoch)
-            state.note("joined", **who, epoch=answer.epoch)
+            owner, boot, epoch = asked.owner, asked.boot, answer.epoch
+            state.record(RegionJoined(region, owner, boot, epoch))
+            state.note("joined", region=region, owner=owner, boot=boot, epoch=epoch)
             state.presences.joined(region, now=now)
         else:
             self._heard(region)
@@ -166,21 +167,23 @@ class Coordinator(Conductor):
             staleness=state.sync.staleness,
             unfit=unfit or self._kept_out(region),
         )
-        about = {"receipt": receipt.as_record(), "totals": dict(totals or {})}
+        totals = dict(totals or {})
         if isinstance(answer, Accept):
             size = state.recipe.sizes[fragment]
-            state.record("decided", **about, fate="pending", why=answer.why, values=size, norm=norm)
+            state.record(
+                FrameDecided(receipt, "pending", answer.why, totals, values=size, norm=norm)
+            )
             self._arrived(fragment, region)
             state.room_again("upload")
         elif isinstance(answer, Refused):
             before = state.ledger.quarantined()
             sound = unfit is None
-            state.record("decided", **about, fate="refused", why=answer.why, sound=sound)
+            state.record(FrameDecided(receipt, "refused", answer.why, totals, sound=sound))
             if region in state.ledger.quarantined() - before:
                 state.note("quarantined", region=region, why=state.ledger.conduct[region].why)
                 state.wake.set()  # Nobody waits for it any more.
         elif isinstance(answer, Returned) and answer.sticky:
-            state.record("decided", **about, fate="returned", why=answer.why)
+            state.record(FrameDecided(receipt, "returned", answer.why, totals))
         self._note_answer(receipt, answer)
         await state.commit.durable()
         reach("reply.ready")
@@ -258,8 +261,8 @@ class Coordinator(Conductor):
     def _evaluated(self, region: str, said: HeldOut) -> None:
         versions = list(said.versions)
         self._check_not_behind(region, versions)
-        if all(known["versions"] != versions for known in self.state.ledger.evaluations):
-            self.state.record("evaluated", versions=versions, loss=said.loss, region=region)
+        if all(known.versions != said.versions for known in self.state.ledger.evaluations):
+            self.state.record(WeightsEvaluated(said.versions, said.loss, region))
             steps = self.state.ledger.outer_steps
             self.state.note(
                 "evaluated", region=region, versions=versions, loss=said.loss, outer_steps=steps

@@ -13,9 +13,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Literal, TypeVar
 
 from diloco_cli.core import pace, rounds
+from diloco_cli.core.journal_records import Record, Snapshot, encode
 from diloco_cli.core.ledger import FragmentState, Ledger
 from diloco_cli.core.rounds import Round
 from diloco_cli.server.rounds.leases import Leases
@@ -113,10 +115,10 @@ class State:
         """Regions that hold a lease, are not about to leave and not in quarantine."""
         return self.presences.here(now=self.clock()) - self.ledger.quarantined()
 
-    def record(self, kind: str, **fields: Any) -> None:
+    def record(self, record: Record) -> None:
         """Journals a decision and lets it take effect; durable only after `commit.durable`."""
-        record = {"kind": kind, "time": round(self.wall(), 3), **fields}
-        number = self.commit.append(record)
+        record = replace(record, time=round(self.wall(), 3))
+        number = self.commit.append(encode(record))
         self.ledger.apply(number, record)
         self.tally.apply(record)
 
@@ -125,9 +127,9 @@ class State:
 
         It changes nothing here, so it is not applied: others hold parts of the ledger.
         """
-        sums = {"ledger": self.ledger.snapshot(), "tally": self.tally.snapshot()}
         now = round(self.wall(), 3)
-        number = self.commit.append({"kind": "snapshot", "time": now, **sums})
+        snapshot = Snapshot(self.ledger.snapshot(), self.tally.snapshot(), time=now)
+        number = self.commit.append(encode(snapshot))
         reach("snapshot.recorded")
         return number
 

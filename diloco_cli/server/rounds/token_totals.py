@@ -15,10 +15,25 @@ reports. So the equation fails if anything was merged twice, lost or made up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, assert_never
 
+from diloco_cli.core.journal_records import (
+    Entry,
+    FragmentCalled,
+    FrameDecided,
+    MemberDropped,
+    Record,
+    RegionJoined,
+    RoundClosed,
+    RunEnded,
+    RunFinished,
+    Snapshot,
+    VersionPublished,
+    VersionStored,
+    WeightsEvaluated,
+)
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.observe.metrics import Effort
 from diloco_cli.server.settings import ServerSettings
@@ -126,20 +141,26 @@ class RunTotals:
         self._owner: dict[str, str] = {}
         self._waiting: dict[tuple[str, int], tuple[str, Receipt]] = {}
 
-    def apply(self, record: Mapping[str, Any]) -> None:
+    def apply(self, record: Record) -> None:
         """Adds one record of the journal."""
         if self.began is None:
-            self.began = record.get("time")
-        match record["kind"]:
-            case "joined":
-                self._owner[record["region"]] = record["owner"]
-                self.account(record["region"])
-            case "decided":
+            self.began = record.time
+        match record:
+            case RegionJoined():
+                self._owner[record.region] = record.owner
+                self.account(record.region)
+            case FrameDecided():
                 self._decided(record)
-            case "published":
+            case VersionPublished():
                 self._published(record)
-            case "snapshot":
-                self._restore(record["tally"])
+            case Snapshot():
+                self._restore(record.tally)
+            case FragmentCalled() | RoundClosed() | MemberDropped() | VersionStored():
+                pass
+            case RunEnded() | RunFinished() | WeightsEvaluated():
+                pass
+            case _:
+                assert_never(record)
 
     def snapshot(self) -> dict[str, Any]:
         """What the journal added up to, as plain data; reports are heard again soon."""
@@ -159,7 +180,7 @@ class RunTotals:
         sums = {name: getattr(self, name) for name in SUMS}
         return {"accounts": accounts, "waiting": waiting, "owner": dict(self._owner), **sums}
 
-    def _restore(self, record: Mapping[str, Any]) -> None:
+    def _restore(self, record: Entry) -> None:
         before, self.accounts = self.accounts, {}
         for each in record["accounts"]:
             key = (each["region"], each["owner"])
@@ -184,39 +205,38 @@ class RunTotals:
             self.accounts[key] = RegionTotals([0.0] * len(self._recipe.sizes))
         return self.accounts[key]
 
-    def _decided(self, record: Mapping[str, Any]) -> None:
-        receipt = Receipt(**record["receipt"])
-        totals = record.get("totals") or {}
-        if totals:
+    def _decided(self, record: FrameDecided) -> None:
+        receipt = record.receipt
+        if totals := record.totals:
             said = TokenFates(
                 **{fate: totals.get(fate, 0.0) for fate in FATES if fate != "pending"}
             )
             pending = TokenFates(said.trained, said.applied, said.gap, said.refused, said.discarded)
             self.account(receipt.region).posted[receipt.fragment] = pending
-        if record["fate"] == "pending":
+        if record.fate == "pending":
             owner = self._owner.get(receipt.region, "")
             self._waiting[receipt.region, receipt.fragment] = (owner, receipt)
 
-    def _published(self, record: Mapping[str, Any]) -> None:
-        fragment = record["fragment"]
+    def _published(self, record: VersionPublished) -> None:
+        fragment = record.fragment
         weights: dict[str, float] = {}
-        for region in record["members"]:
+        for region in record.members:
             owner, receipt = self._waiting.pop((region, fragment))
             self.accounts[region, owner].applied[fragment] += receipt.tokens
             weights[region] = self._recipe.weight(receipt)
-            self.merged_at[region] = record.get("time", 0.0)
+            self.merged_at[region] = record.time or 0.0
         for region, weight in weights.items():
             share = weight / sum(weights.values())
             self.shares[region] = self.shares.get(region, 0.0) + share
         self.rounds += 1
-        self.contributions += len(record["members"])
-        if (now := record.get("time")) is not None:
-            self.elapsed = self.elapsed_at(record.get("seconds", 0.0), now)
-            self.published_at = now
-        self.delta_bytes += record["bytes"]
+        self.contributions += len(record.members)
+        if record.time is not None:
+            self.elapsed = self.elapsed_at(record.seconds, record.time)
+            self.published_at = record.time
+        self.delta_bytes += record.bytes
         self.delta_values += self._recipe.sizes[fragment]
-        self.bytes_down = max(self.bytes_down, record.get("bytes_down", 0))
-        self.seconds = max(self.seconds, record.get("seconds", 0.0))
+        self.bytes_down = max(self.bytes_down, record.bytes_down)
+        self.seconds = max(self.seconds, record.seconds)
 
     def elapsed_at(self, seconds: float, wall: float) -> float:
         """How long the run has lasted, when it has been served for `seconds` and it is `wall`.

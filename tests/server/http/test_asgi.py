@@ -20,6 +20,7 @@ from safetensors.numpy import load as load_safetensors
 
 from diloco_cli.core.fragments import scatter
 from diloco_cli.core.guard import Norms
+from diloco_cli.core.journal_records import RoundClosed
 from diloco_cli.core.rounds import Answer, Foreign, Receipt
 from diloco_cli.server.http.asgi import make_app
 from diloco_cli.server.http.calls import CALLS
@@ -437,7 +438,7 @@ async def test_nothing_is_accepted_unseen_although_its_way_became_free(tmp_path,
         bench.state.ledger.slots[0].norms = Norms((0.1,) * 8)
         paris, loop = bench.regions["paris"], asyncio.get_running_loop()
         assert (await put(client, paris.frame(0))).status_code == 201
-        bench.state.record("closed", fragment=0, version=0, members=["paris"], drain=False)
+        bench.state.record(RoundClosed(0, 0, ("paris",), drain=False))
         giant = open_frame(paris.frame(0))
         giant = pack(giant.header, 1e6 * giant.values())
         keep = bench.state.store.keep_payload

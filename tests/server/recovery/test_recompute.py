@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diloco_cli.core.journal_records import VersionPublished, VersionStored
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.errors import StoreError
 from diloco_cli.server.recovery.verify import replay
@@ -161,12 +162,12 @@ def test_the_ledger_knows_which_versions_are_to_be_made_again():
     ledger = Ledger.empty(1)
     slot = ledger.slots[0]
     for version, stored in enumerate((True, False, False), 1):
-        about = {"fragment": 0, "version": version, "published": "p", "state": f"s{version}"}
-        ledger.apply(version, {"kind": "published", "stored": stored, **about})
+        record = VersionPublished(0, version, "p", f"s{version}", stored=stored)
+        ledger.apply(version, record)
         assert slot.base == 1
     assert [made.version for made in slot.made] == [2, 3]
     again = Ledger.empty(1)
     again.restore(ledger.snapshot())
     assert again == ledger
-    ledger.apply(4, {"kind": "stored", "fragment": 0, "version": 3})
+    ledger.apply(4, VersionStored(0, 3))
     assert slot.base == 3 and slot.unstored == [] and len(slot.made) == 2

@@ -378,9 +378,9 @@ async def test_an_evaluation_is_recorded_once_for_each_clock(tmp_path):
     await bench.join()
     for loss in (3.5, 3.6):
         await bench.beat("iowa", heldout={"versions": (0, 0), "loss": loss})
-    assert [each["loss"] for each in bench.state.ledger.evaluations] == [3.5]
+    assert [each.loss for each in bench.state.ledger.evaluations] == [3.5]
     bench.restart()
-    assert [each["loss"] for each in bench.state.ledger.evaluations] == [3.5]
+    assert [each.loss for each in bench.state.ledger.evaluations] == [3.5]
 
 
 @in_a_loop

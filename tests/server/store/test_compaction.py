@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diloco_cli.core.journal_records import WeightsEvaluated
 from diloco_cli.core.ledger import MOST_EVALUATIONS, Ledger
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.server.recovery.verify import replay
@@ -304,9 +305,8 @@ def test_evaluations_do_not_pile_up_and_the_best_is_not_forgotten():
     ledger = Ledger.empty(1)
     for number in range(3 * MOST_EVALUATIONS):
         loss = 1.0 if number == 100 else 5.0 + number % 7
-        record = {"kind": "evaluated", "versions": [number], "loss": loss, "region": "paris"}
-        ledger.apply(number + 1, record)
+        ledger.apply(number + 1, WeightsEvaluated((number,), loss, "paris"))
     assert len(ledger.evaluations) == MOST_EVALUATIONS
-    assert ledger.evaluations[0]["versions"] == [0]
-    assert min(each["loss"] for each in ledger.evaluations) == 1.0
-    assert ledger.evaluations[-1]["versions"] == [3 * MOST_EVALUATIONS - 1]
+    assert ledger.evaluations[0].versions == (0,)
+    assert min(each.loss for each in ledger.evaluations) == 1.0
+    assert ledger.evaluations[-1].versions == (3 * MOST_EVALUATIONS - 1,)

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.fragments import gather
+from diloco_cli.core.journal_records import (
+    Entry,
+    FrameDecided,
+    MemberDropped,
+    Record,
+    VersionPublished,
+    decode,
+)
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.settings import ServerSettings
@@ -54,7 +62,7 @@ class Audit:
         self.silence = Silence(recipe.spec.server.lease)
         self.frames: dict[str, Posted] = {}
         self.steps = 0
-        self.records: list[dict[str, Any]] = []
+        self.records: list[Record] = []
         """What was appended to the journal, as far as it is still there."""
         self.acknowledged: dict[str, str] = {}
         """Digest of every frame the server ever answered for: the fate it told last."""
@@ -157,9 +165,13 @@ class Audit:
 
     def _newest_decided(self, digest: str) -> str:
         about = self.frames[digest]
-        receipts = (r["receipt"] for r in reversed(self.records) if r["kind"] == "decided")
         mine = (about.region, about.fragment)
-        return next(r["digest"] for r in receipts if (r["region"], r["fragment"]) == mine)
+        return next(
+            record.receipt.digest
+            for record in reversed(self.records)
+            if isinstance(record, FrameDecided)
+            and (record.receipt.region, record.receipt.fragment) == mine
+        )
 
     def _told_news(self, region: str, said: dict[str, Any]) -> None:
         for f, version in enumerate(said["versions"]):
@@ -193,35 +205,34 @@ class Audit:
         self.silence.opened(now=self.clock())
         append = state.commit.append
 
-        def appended(record: Mapping[str, Any]) -> int:
-            number = append(record)
-            self._appended(number, json.loads(json.dumps(record)))
+        def appended(entry: Entry) -> int:
+            number, record = append(entry), decode(json.loads(json.dumps(entry)))
+            assert record is not None
+            self._appended(number, record)
             return number
 
         state.commit.append = appended
 
     def _fold(self) -> Ledger:
-        ledger = Ledger.empty(len(self.recipe.sizes))
-        for number, record in enumerate(self.records, 1):
-            ledger.apply(number, record)
-        return ledger
+        return Ledger.folded(len(self.recipe.sizes), enumerate(self.records, 1))
 
-    def _appended(self, number: int, record: dict[str, Any]) -> None:
+    def _appended(self, number: int, record: Record) -> None:
         self.must(number == len(self.records) + 1, f"record {number} after {len(self.records)}")
-        if record["kind"] == "published":
-            f, version = record["fragment"], record["version"]
-            before = [r["version"] for r in self._published(f)]
+        if isinstance(record, VersionPublished):
+            f, version = record.fragment, record.version
+            before = [published.version for published in self._published(f)]
             self.must(
                 version == len(before) + 1, f"version {version} of {f} after versions {before}"
             )
-        if record["kind"] == "dropped":
-            self.must("could not read" not in record["why"], f"payload lost: {record['why']}")
+        if isinstance(record, MemberDropped):
+            self.must("could not read" not in record.why, f"payload lost: {record.why}")
         self.records.append(record)
         self.silence.recorded(record, now=self.clock())
-        self.trace("record", number=number, what=record["kind"])
+        self.trace("record", number=number, what=record.kind)
 
-    def _published(self, fragment: int) -> list[dict[str, Any]]:
-        return [r for r in self.records if r["kind"] == "published" and r["fragment"] == fragment]
+    def _published(self, fragment: int) -> list[VersionPublished]:
+        published = (record for record in self.records if isinstance(record, VersionPublished))
+        return [record for record in published if record.fragment == fragment]
 
     def _check_promises(self, ledger: Ledger) -> None:
         self.must(ledger.news >= self.news, f"news {self.news} is gone, {ledger.news} is left")
@@ -230,7 +241,7 @@ class Audit:
             self.must(found >= version, f"version {version} of {f} is gone, {found} is left")
         for (f, version), digest in self.versions.items():
             if version > 0:
-                found = self._published(f)[version - 1]["published"]
+                found = self._published(f)[version - 1].published
                 self.must(found == digest, f"version {version} of {f} is another one now")
         for region, epoch in self.epochs.items():
             found = ledger.regions[region].epoch if region in ledger.regions else 0
@@ -248,13 +259,17 @@ class Audit:
         fates: dict[str, str] = {}
         ledger = Ledger.empty(len(self.recipe.sizes))
         for number, record in enumerate(self.records, 1):
-            slot = ledger.slots[record["fragment"]] if "fragment" in record else None
-            if record["kind"] == "decided":
-                fates[record["receipt"]["digest"]] = record["fate"]
-            elif record["kind"] == "dropped" and slot:
-                fates[slot.closing[record["region"]].digest] = record["fate"]
-            elif record["kind"] == "published" and slot:
-                fates.update({each.digest: "merged" for each in slot.closing.values()})
+            match record:
+                case FrameDecided():
+                    fates[record.receipt.digest] = record.fate
+                case MemberDropped():
+                    member = ledger.slots[record.fragment].closing[record.region]
+                    fates[member.digest] = record.fate
+                case VersionPublished():
+                    members = ledger.slots[record.fragment].closing.values()
+                    fates.update({receipt.digest: "merged" for receipt in members})
+                case _:
+                    pass
             ledger.apply(number, record)
         return set(fates), fates
 
@@ -279,21 +294,21 @@ class Audit:
         versions, merged = self._begin(), Counter[str]()
         shares: list[Shares] = [{} for _ in versions]
         for number, record in enumerate(self.records, 1):
-            if record["kind"] == "published":
-                f = record["fragment"]
+            if isinstance(record, VersionPublished):
+                f = record.fragment
                 slot, about = ledger.slots[f], self.recipe.layout.fragments[f]
                 receipts = tuple(slot.closing.values())
                 made = next_version(
                     self.recipe, store, versions[f], about, receipts, drain=slot.drain
                 )
                 if not isinstance(made, tuple):
-                    self.must(False, f"version {record['version']} of {f}: {made}")
+                    self.must(False, f"version {record.version} of {f}: {made}")
                     return
                 versions[f] = made[0]
                 same = versions[f].digest, versions[f].state.digest
                 self.must(
-                    same == (record["published"], record["state"]),
-                    f"version {record['version']} of {f} replays to {same[0][:8]}",
+                    same == (record.published, record.state),
+                    f"version {record.version} of {f} replays to {same[0][:8]}",
                 )
                 for receipt in receipts:
                     merged[receipt.digest] += 1

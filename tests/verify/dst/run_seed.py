@@ -135,7 +135,7 @@ class Play:
         for count in (self.host.count, self.disk.count, self.network.count):
             outcome.count.update(count)
         outcome.count["versions"] = sum(
-            record["kind"] == "published" for record in self.audit.records
+            isinstance(record, VersionPublished) for record in self.audit.records
         )
         outcome.count["excused"] = len(self.audit.silence.excused)
         outcome.count["acknowledged"] = len(self.audit.acknowledged)

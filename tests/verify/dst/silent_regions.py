@@ -7,8 +7,7 @@ is seen from outside, by the requests alone: the server's own word is what is lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from diloco_cli.core.journal_records import Record, RunEnded, RunFinished
 
 EXACT = 1e-6
 """Seconds by which sums of clocks may differ."""
@@ -30,14 +29,14 @@ class Silence:
         """A request that renews the lease came `at` that moment, and was answered."""
         self._heard[region] = max(at, self._heard.get(region, 0.0))
 
-    def recorded(self, record: Mapping[str, Any], *, now: float) -> None:
-        if record["kind"] == "end":
+    def recorded(self, record: Record, *, now: float) -> None:
+        if isinstance(record, RunEnded):
             self._since = now
-        elif record["kind"] == "finished":
+        elif isinstance(record, RunFinished):
             self.excused = {
                 region
                 for region, at in self._heard.items()
-                if f"{region}, not waited for" in record["why"] and self._is_over(at, now)
+                if f"{region}, not waited for" in record.why and self._is_over(at, now)
             }
 
     def _is_over(self, heard: float, now: float) -> bool:

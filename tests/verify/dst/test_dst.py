@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from diloco_cli.core.journal_records import RunEnded, RunFinished
 from tests.verify.dst.bugs import BUGS
 from tests.verify.dst.explore import attempt, find, main
 from tests.verify.dst.run_seed import play
@@ -90,8 +91,8 @@ def test_only_silence_of_two_leases_after_the_end_excuses_a_region():
         silence = Silence(5.0)
         silence.opened(now=1.0)
         silence.heard("paris", at=heard)
-        silence.recorded({"kind": "end"}, now=20.0)
-        silence.recorded({"kind": "finished", "why": why}, now=finished)
+        silence.recorded(RunEnded("budget reached"), now=20.0)
+        silence.recorded(RunFinished(why), now=finished)
         return silence.excused
 
     assert excused(heard=18.0, finished=30.0) == {"paris"}

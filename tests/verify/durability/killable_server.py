@@ -22,6 +22,7 @@ from typing import IO, Any
 
 import httpx
 
+from diloco_cli.core.journal_records import FrameDecided, MemberDropped, decode_all
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.server.recovery.verify import Replay, replay
 from diloco_cli.server.store.journal import read_journal
@@ -249,13 +250,13 @@ class Stage:
         ledger = Ledger.empty(len(self.recipe.sizes))
         content = read_journal(folder / "journal")
         decided: set[str] = set()
-        for number, record in enumerate(content.records, content.base + 1):
-            if record["kind"] == "decided":
-                digest = record["receipt"]["digest"]
+        for number, record in decode_all(content.records, base=content.base):
+            if isinstance(record, FrameDecided):
+                digest = record.receipt.digest
                 if digest in decided:
                     raise Broken(f"record {number} decides on {digest[:12]} a second time")
                 decided.add(digest)
-            elif record["kind"] == "dropped":
+            elif isinstance(record, MemberDropped):
                 raise Broken(f"record {number}: {record}")
             ledger.apply(number, record)
         self.unstored = sum(len(slot.unstored) for slot in ledger.slots)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco_cli.core.journal_records import decode_all
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.server.store.journal import read_journal
 from tests.verify.load.clients import Outcome
@@ -89,9 +90,8 @@ def _memory(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
 
 def audit(server: Path, fragments: int, outcomes: Sequence[Outcome]) -> list[str]:
     """Says where the journal differs from what clients were told: merged once, each of them."""
-    ledger, content = Ledger.empty(fragments), read_journal(server / "journal")
-    for number, record in enumerate(content.records, content.base + 1):
-        ledger.apply(number, record)
+    content = read_journal(server / "journal")
+    ledger = Ledger.folded(fragments, decode_all(content.records, base=content.base))
     faults = []
     for outcome in outcomes:
         for (region, fragment), told in outcome.told.items():

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from diloco_cli.core import unmerged_work
+from diloco_cli.core.journal_records import VersionPublished
 from diloco_cli.core.ledger import Ledger
 from tests.verify.model.seeded_run import LEASE
 from tests.verify.model.symbols import TINY, Frame, Image, Saved, State, worth
@@ -245,10 +246,10 @@ class Audit:
         again = Ledger.empty(len(server.ledger.slots))
         states = [State() for _ in again.slots]
         for number, record in enumerate(server.journal, 1):
-            if record["kind"] == "published":
-                f, slot = record["fragment"], again.slots[record["fragment"]]
+            if isinstance(record, VersionPublished):
+                f, slot = record.fragment, again.slots[record.fragment]
                 states[f] = merged_state(states[f], slot, server.payloads)
-                same = states[f] == server.states[f, record["version"]]
+                same = states[f] == server.states[f, record.version]
                 self.demand(same, "d", f"replay gives other weights for {f}")
             again.apply(number, record)
         if not self.world.off:

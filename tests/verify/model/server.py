@@ -9,6 +9,17 @@ from typing import Any
 
 from diloco_cli.core import ledger as ledgers
 from diloco_cli.core import pace, rounds
+from diloco_cli.core.journal_records import (
+    FragmentCalled,
+    FrameDecided,
+    MemberDropped,
+    Record,
+    RegionJoined,
+    RoundClosed,
+    RunEnded,
+    RunFinished,
+    VersionPublished,
+)
 from diloco_cli.core.unmerged_work import Work
 from tests.verify.model.audit import Audit
 from tests.verify.model.seeded_run import LEASE
@@ -57,7 +68,7 @@ class Server(Process):
         super().__init__(world)
         self.audit = audit
         self.sync = world.setting.sync
-        self.journal: list[dict[str, Any]] = []
+        self.journal: list[Record] = []
         self.payloads: dict[str, Frame] = {}
         self.states = {(f, 0): State() for f in range(self.sync.fragments)}
 
@@ -89,15 +100,17 @@ class Server(Process):
                 self.later(0.5, partial(self._compute, f))
         self._beat()
 
-    def _forgotten(self, record: dict[str, Any]) -> bool:
-        lost = {"calls durable": "called", "epochs durable": "joined"}
-        return any(record["kind"] == kind and rule in self.world.off for rule, kind in lost.items())
+    def _forgotten(self, record: Record) -> bool:
+        lost = {"calls durable": FragmentCalled, "epochs durable": RegionJoined}
+        return any(
+            isinstance(record, kind) for rule, kind in lost.items() if rule in self.world.off
+        )
 
     def _beat(self) -> None:
         self.tick()
         self.later(1.0, self._beat)
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: Record) -> None:
         self.durable(lambda: self.journal.append(record))
         self.ledger.apply(len(self.journal), record)
 
@@ -115,15 +128,7 @@ class Server(Process):
             reply((answer.code, bool(self.ledger.finished)))
             return
         if answer.new:
-            self._append(
-                {
-                    "kind": "joined",
-                    "region": region,
-                    "owner": owner,
-                    "boot": boot,
-                    "epoch": answer.epoch,
-                }
-            )
+            self._append(RegionJoined(region, owner, boot, answer.epoch))
             self.drained.discard(region)
             self.reports.pop(region, None)
             self.empty.pop(region, None)
@@ -206,28 +211,30 @@ class Server(Process):
     ) -> None:
         bad = not self.world.poisoned.isdisjoint(frame.tokens)
         answer = early or self._admit(frame, epoch, unfit="not finite" if bad else None)
-        fate = {
+        fates: dict[type[rounds.Answer], rounds.Fate] = {
             rounds.Accept: "pending",
             rounds.Returned: "returned",
             rounds.Refused: "refused",
             rounds.Foreign: "foreign",
-        }.get(type(answer))
+        }
         if isinstance(answer, rounds.Ahead):
             raise Violation("e", f"a worker is ahead of the server: {answer.why}")
         if isinstance(answer, rounds.Fenced):
             reply(Fenced())
             return
         self.audit.spoke(frame.region, epoch, owner)
-        if isinstance(answer, rounds.Recorded):
-            fate = answer.decision.fate
-        elif not isinstance(answer, rounds.Foreign) and getattr(answer, "sticky", True):
+        recorded = isinstance(answer, rounds.Recorded)
+        fate = answer.decision.fate if recorded else fates[type(answer)]
+        if (
+            not recorded
+            and not isinstance(answer, rounds.Foreign)
+            and getattr(answer, "sticky", True)
+        ):
             if "journal before reply" in self.world.off:
                 reply(fate)
-            record = {"kind": "decided", "receipt": frame.receipt().as_record(), "fate": fate}
-            self._append(record)
+            self._append(FrameDecided(frame.receipt(), fate))
         if isinstance(answer, rounds.Accept):
             self._entered(frame)
-        assert fate is not None
         reply(fate)
         self.tick()
 
@@ -255,14 +262,14 @@ class Server(Process):
             return
         sizes = range(1, self.sync.fragments + 1)
         if not ledger.end and ledger.applied(list(sizes)) >= self.world.setting.budget:
-            self._append({"kind": "end", "why": "budget reached"})
+            self._append(RunEnded("budget reached"))
             self.ended_at = self.world.now
         if ledger.end:
             due = pace.due_at_end(ledger.slots, self.reports, live)
         else:
             due = pace.due(ledger.slots, self.reports, live, self.sync)
         for f in due:
-            self._append({"kind": "called", "fragment": f, "version": ledger.slots[f].version})
+            self._append(FragmentCalled(f, ledger.slots[f].version))
             self._open(f)
         for f, slot in enumerate(ledger.slots):
             if slot.phase != "closing":
@@ -293,15 +300,7 @@ class Server(Process):
 
     def _close(self, f: int, members: tuple[str, ...]) -> None:
         slot = self.ledger.slots[f]
-        self._append(
-            {
-                "kind": "closed",
-                "fragment": f,
-                "version": slot.version,
-                "members": list(members),
-                "drain": bool(self.ledger.end),
-            }
-        )
+        self._append(RoundClosed(f, slot.version, members, drain=bool(self.ledger.end)))
         self.rounds[f] = rounds.Round(tuple(slot.waiting))
         self.closed_at[f] = self.world.now
         self.later(self.world.rng.uniform(0.1, 1.0), partial(self._compute, f))
@@ -318,23 +317,21 @@ class Server(Process):
             self.audit.same_again(self.states.get((f, version)), state)
             self.durable(lambda: self.states.__setitem__((f, version), state))
             members = dict(slot.closing)
-            record = {"kind": "published", "fragment": f, "version": version, "published": "x"}
-            self.durable(lambda: self._publish(f, record, members))
+            record = VersionPublished(f, version, "x")
+            self.durable(lambda: self._publish(record, members))
             self.ledger.apply(len(self.journal), record)
             self.averages = pace.published(self.averages, self.world.now - self.closed_at[f])
         self.tick()
 
-    def _publish(self, f: int, record: dict[str, Any], members: dict[str, Any]) -> None:
+    def _publish(self, record: VersionPublished, members: dict[str, rounds.Receipt]) -> None:
         self.journal.append(record)
         frames = [self.payloads[receipt.digest] for receipt in members.values()]
-        self.audit.published(self, f, record["version"], frames)
+        self.audit.published(self, record.fragment, record.version, frames)
 
     def _drop(self, f: int, region: str) -> None:
         fate = self.world.rng.choice(("returned", "refused"))
         self.audit.stats["dropped"] += 1
-        self._append(
-            {"kind": "dropped", "fragment": f, "region": region, "fate": fate, "why": "unreadable"}
-        )
+        self._append(MemberDropped(f, region, fate, "unreadable"))
 
     def _finish(self) -> None:
         ledger, now = self.ledger, self.world.now
@@ -346,7 +343,7 @@ class Server(Process):
                 silent = self.signs[region] + LEASE
             if region not in self.drained and now < silent:
                 return
-        self._append({"kind": "finished", "why": "everything is merged"})
+        self._append(RunFinished("everything is merged"))
         self.audit.finished(self)
 
 
