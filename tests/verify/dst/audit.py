@@ -205,10 +205,10 @@ class Audit:
         self.silence.opened(now=self.clock())
         append = state.commit.append
 
-        def appended(entry: Entry) -> int:
-            number, record = append(entry), decode(json.loads(json.dumps(entry)))
-            assert record is not None
-            self._appended(number, record)
+        def appended(record: Entry) -> int:
+            number, decoded = append(record), decode(json.loads(json.dumps(record)))
+            assert decoded is not None
+            self._appended(number, decoded)
             return number
 
         state.commit.append = appended

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+from diloco_cli.core.journal_records import VersionPublished
 from tests.verify.dst.audit import Audit, Violation
 from tests.verify.dst.disk import Disk
 from tests.verify.dst.host import Deaths, Host
