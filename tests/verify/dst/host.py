@@ -180,7 +180,7 @@ class Host:
             (lifecycle, "bind"): lambda listen, prefer=0: SimpleNamespace(close=lambda: None),
             (lifecycle, "url_of"): lambda taken, scheme: f"{scheme}://server:1",
             (lifecycle, "refuse_open"): lambda taken, certificates: None,
-            (lifecycle, "Front"): partial(Listener, self),
+            (lifecycle, "TlsListener"): partial(Listener, self),
             (lifecycle, "_watch_signals"): lambda coordinator: None,
             (lifecycle, "say"): lambda text: None,
             (lifecycle, "open_coordinator"): self._open,
