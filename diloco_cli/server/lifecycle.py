@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -41,6 +42,8 @@ from diloco_cli.server.store import durable
 from diloco_cli.system.server_memory import forget_compiler, keep_little
 from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack
+
+log = logging.getLogger(__name__)
 
 ECHO_SECONDS = 0.1
 """`timeout` signals its child and then the child's group: that is one request, not two."""
@@ -107,14 +110,14 @@ async def _serve(
     try:
         refuse_open(taken, certificates)
         coordinator = open_coordinator(
-            recipe, folder / "server", initial, note=events.note, notice=say
+            recipe, folder / "server", initial, note=events.note, notice=log.warning
         )
     except BaseException:
         taken.close()
         raise
     app = make_app(coordinator, events=events.path, url=lambda: url, keyring=keyring)
     idle = max(IDLE_SECONDS, 2 * where.lease)
-    listener = TlsListener(app, taken, certificates, say=say, idle=idle)
+    listener = TlsListener(app, taken, certificates, idle=idle)
     conducting: asyncio.Task[None] | None = None
     try:
         _watch_signals(coordinator)
@@ -161,7 +164,7 @@ async def _farewell(coordinator: Coordinator, app: Guarded, folder: Path) -> int
     if not _is_summed_up(folder):
         text = json.dumps(summary(coordinator), indent=2)
         durable.keep_bytes(folder / "summary.json", text.encode() + b"\n")
-    say(f"{state.spec.name}: {state.word} ({state.ledger.finished or state.stopping})")
+    log.info(f"{state.spec.name}: {state.word} ({state.ledger.finished or state.stopping})")
     return 0
 
 
@@ -187,7 +190,7 @@ def _greet(coordinator: Coordinator, url: str, seconds: float) -> None:
     state = coordinator.state
     recovered = state.ledger.outer_steps
     what = f"resumed after {recovered} outer steps" if state.store.journal.last else "begun"
-    say(f"{state.spec.name} (run {state.store.run}) {what}, serving at {url}")
+    log.info(f"{state.spec.name} (run {state.store.run}) {what}, serving at {url}")
     state.note(
         "server-started",
         url=url,
@@ -207,7 +210,7 @@ def _watch_signals(coordinator: Coordinator) -> None:
             # Everything acknowledged is on the disk; the next start replays it.
             os._exit(128 + number)
         heard.append(loop.time())
-        say(f"{number.name}: stopping; once more to stop at once")
+        log.info(f"{number.name}: stopping; a second signal stops at once")
         # Regions are not told to stop: they train on and find the next server here.
         coordinator.stop(f"{number.name} received", everyone=False)
 
@@ -219,7 +222,7 @@ def _watch_parent(coordinator: Coordinator) -> None:
     loop = asyncio.get_running_loop()
 
     def gone() -> None:
-        say("the parent process is gone: stopping")
+        log.info("the parent process is gone: stopping")
         coordinator.stop("its parent process is gone")
 
     threading.Thread(target=_wait_for_end, args=(loop, gone), daemon=True).start()
@@ -242,8 +245,3 @@ def _last_port(folder: Path) -> int:
         return int(url.rsplit(":", 1)[1])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return 0
-
-
-def say(text: str) -> None:
-    """Talks to whoever started the server."""
-    print(text, file=sys.stderr, flush=True)

@@ -265,4 +265,4 @@ def test_silent_and_dripping_strangers_are_cut_and_regions_are_not(
         # The same connection as before: it had made a request that it may make.
         stays = region.get("/v1/status")
         assert stays.status_code == 200
-    assert "connections that only took up room" in running.said
+    assert " idle connections" in running.said

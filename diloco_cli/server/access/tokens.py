@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +21,8 @@ from typing import Any, Literal, get_args
 from diloco_cli.errors import StoreError
 from diloco_cli.server.refusals import HttpRefusal
 from diloco_cli.server.store import durable
+
+log = logging.getLogger(__name__)
 
 Role = Literal["upload", "read", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -172,7 +174,7 @@ class TokenList:
         except StoreError as error:
             # Nobody gets in on a list that cannot be read, and nobody is told to go away.
             if self._trouble is None:
-                print(f"{error.message}", file=sys.stderr, flush=True)
+                log.warning(error.message)
             self._entries, self._trouble = [], error
             self._seen = None  # It may have been the reading that failed.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,6 +26,8 @@ from diloco_cli.server.rounds.coordinator import Coordinator, other_wire
 from diloco_cli.server.store.durable import DiskFull, ReadOnly
 from diloco_cli.wire.frame import most_bytes
 from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, WIRE_VERSION
+
+log = logging.getLogger(__name__)
 
 
 class Whole(IntegerConvertor):
@@ -209,7 +210,7 @@ def _denied(error: Exception) -> HttpRefusal:
         return closing()
     if isinstance(error, WireError):
         return HttpRefusal("bad-request", error.message, error.hint)
-    traceback.print_exception(error, file=sys.stderr)
+    log.error("a request failed", exc_info=error)
     return HttpRefusal("failed", f"{type(error).__name__}: {error}", "See the server's log.")
 
 

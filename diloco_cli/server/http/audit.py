@@ -11,8 +11,8 @@ new one is begun. They hold no token, no key and no weight.
 from __future__ import annotations
 
 import json
+import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +21,8 @@ from typing import Any
 from starlette.types import Message, Scope, Send
 
 from diloco_cli.server.intake.body import LimitedReceive
+
+log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 << 20
 KEPT = 8
@@ -60,8 +62,7 @@ class Audit:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                said = f"{self.path} cannot be written: {error.strerror}; going on without it"
-                print(said, file=sys.stderr, flush=True)
+                log.warning(f"{self.path} cannot be written: {error.strerror}; going on without it")
             self._failed = True
 
     def close(self) -> None:

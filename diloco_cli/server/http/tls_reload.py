@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import socket
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from diloco_cli.server.access.tokens import FILE, TokenList
 from diloco_cli.server.http.asgi import Guarded
 from diloco_cli.server.http.idle import SWEEP_SECONDS, IdleConnections
 from diloco_cli.server.http.listener import Listener
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 
@@ -92,10 +94,9 @@ class TlsListener:
         taken: socket.socket,
         certificates: Certificates | None,
         *,
-        say: Callable[[str], None],
         idle: float,
     ) -> None:
-        self._app, self._taken, self._certificates, self._say = app, taken, certificates, say
+        self._app, self._taken, self._certificates = app, taken, certificates
         self._sweeper = IdleConnections(taken.getsockname()[1], app.met, idle=idle)
         self._seen = certificates.seen() if certificates else ()
         self._listener = self._make()
@@ -141,14 +142,14 @@ class TlsListener:
             following = self._make()
             await following.start()
         except (DilocoError, OSError) as error:
-            self._say(f"the new certificates are not used: {error}")
+            log.warning(f"the new certificates are not used: {error}")
             return
         before, self._listener = self._listener, following
         await before.end(alone=False)
-        self._say("the certificates have changed and are in use")
+        log.info("the certificates have changed and are in use")
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             if count := await asyncio.to_thread(self._sweeper.sweep):
-                self._say(f"cut {count} connections that only took up room")
+                log.info(f"closed {count} idle connections")

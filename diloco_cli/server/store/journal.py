@@ -7,8 +7,8 @@ appended like any record and `compact` leaves out what came before it: numbers a
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock
@@ -20,11 +20,13 @@ from diloco_cli.server.store.durable import FULL, DiskFull, disk_errors, keep_by
 from diloco_cli.server.store.journal_format import JournalContent, JournalEntry
 from diloco_cli.system.failpoints import reach
 
+log = logging.getLogger(__name__)
+
 Notice = Callable[[str], None]
 
 
 def to_stderr(said: str) -> None:
-    print(said, file=sys.stderr)
+    log.warning(said)
 
 
 def read_journal(path: Path) -> JournalContent:

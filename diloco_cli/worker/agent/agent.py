@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.system import logs
 from diloco_cli.system.wakeup import Wakeup, exit_at_once, stop_on_signals, wake_on_input
 from diloco_cli.wire.messages import Joined
 from diloco_cli.worker.agent.join import RegionJoin, SharedSettings
@@ -39,6 +41,8 @@ from diloco_cli.worker.handover import InheritedTrainer, adopt, papers
 from diloco_cli.worker.mailbox import Mailbox
 
 __all__ = ["Agent", "SharedSettings", "work"]
+
+log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 60.0
 LOCK_SECONDS = 5.0
@@ -99,6 +103,7 @@ def work(
 def _argv(region: str, cores: Sequence[int] | None, spec_file: Path) -> list[str]:
     own = [sys.executable, "-m", "diloco_cli", "trainer", str(spec_file)]
     own += ["--region", region, "--dir", str(spec_file.parent)]
+    own += logs.options()
     return own + (["--cores", ",".join(map(str, cores))] if cores else [])
 
 
@@ -113,7 +118,6 @@ class Agent:
         *,
         argv: Sequence[str],
         rate_limit: float | None = None,
-        say: Callable[[str], None] | None = None,
     ) -> None:
         self.region, self.terms, self.wakeup, self.argv = region, terms, wakeup, argv
         self.mailbox = Mailbox(folder / "regions" / region)
@@ -121,7 +125,6 @@ class Agent:
         self.log = folder / "logs" / f"{region}.trainer.log"
         self.events = EventLog(folder / "events.jsonl", region)
         self.connect = partial(Client, url, rate_limit=rate_limit)
-        self.say = say or _say
         self.trainer: TrainerProcess | InheritedTrainer | None = None
         self._courier: SyncThreads | None = None
         self.restarts = 0
@@ -131,7 +134,7 @@ class Agent:
 
     def run(self, *, wait: float) -> int:
         """Joins and serves, as often as it is fenced; says the exit code."""
-        door = RegionJoin(self.mailbox, self.region, self.terms, self.wakeup, say=self.say)
+        door = RegionJoin(self.mailbox, self.region, self.terms, self.wakeup)
         door.boot()
         self._adopt_trainer()
         try:
@@ -155,7 +158,7 @@ class Agent:
                 try:
                     return self._serve(joined)
                 except FencedError as error:
-                    self.say(f"another worker speaks for {self.region} now: {error.message}")
+                    log.info(f"another worker speaks for {self.region} now: {error.message}")
                     self._stop_trainer()
         return 0
 
@@ -173,7 +176,7 @@ class Agent:
             step = (self.mailbox.progress() or {}).get("step")
             about = {"pid": self.trainer.pid, "step": step}
             self.events.note("trainer-adopted", region=self.region, **about)
-            self.say(f"took over the trainer {self.trainer.pid} at step {step}")
+            log.info(f"took over the trainer {self.trainer.pid} at step {step}")
 
     def _own_clock(self, fragments: int) -> int:
         """The newest clock that this folder has put on a frame."""
@@ -191,12 +194,11 @@ class Agent:
             joined,
             connect=self.connect,
             events=self.events,
-            say=self.say,
             on_mail=self._ring_trainer,
             on_change=self.wakeup.wake,
         )
         self._courier = courier
-        self.say(f"joined as epoch {joined.epoch}, versions {list(joined.versions)}")
+        log.info(f"joined as epoch {joined.epoch}, versions {list(joined.versions)}")
         if self.trainer:
             self._heard(b"posted progress")
         else:
@@ -237,7 +239,7 @@ class Agent:
             return
         if self._told_at is None or now - self._told_at >= TELL_SECONDS:
             first, self._told_at = self._told_at is None, now
-            self.say(f"training begins: {how_far(said)}" if first else how_far(said))
+            log.info(f"training begins: {how_far(said)}" if first else how_far(said))
 
     def _until_next_start(self) -> float:
         """How long to sleep; a wake-up ends it for everything but a pause that is over."""
@@ -291,7 +293,7 @@ class Agent:
         self._again_at = time.monotonic() + delay
         again = f"again in {delay:g} s" if delay else "again at once"
         self._tell(courier, f"the trainer ended ({why or 'by itself'}), {again}")
-        self.say(courier.state["why"])
+        log.info(courier.state["why"])
         return code
 
     def _has_progressed(self, courier: SyncThreads) -> bool:
@@ -307,14 +309,14 @@ class Agent:
 
     def _leave(self, courier: SyncThreads, why: str) -> int:
         """Stops the trainer, hands over what it has posted, says goodbye."""
-        self.say(f"leaving: {why}")
+        log.info(f"leaving: {why}")
         self._stop_trainer()
         courier.state.update(training=False, why=why, restarts=self.restarts)
         courier.heard()
         deadline = time.monotonic() + DRAIN_SECONDS
         while courier.unsent() and time.monotonic() < deadline and not courier.trouble:
             if courier.away:
-                self.say("the server is out of reach; what is posted is sent at the next start")
+                log.info("the server is out of reach; what is posted is sent at the next start")
                 break
             self._pause(0.1)
         self._say_goodbye(courier)
@@ -328,7 +330,7 @@ class Agent:
             with self.connect(retry=Retry(tries=2)) as server:
                 server.heartbeat(self.region, report)
         except DilocoError as error:
-            self.say(f"left without a goodbye: {error.message}")
+            log.info(f"left without a goodbye: {error.message}")
 
     def _pause(self, seconds: float) -> None:
         if self.wakeup.wait(seconds):
@@ -375,7 +377,3 @@ def how_far(progress: Mapping[str, Any]) -> str:
             str(progress.get("why") or "training"),
         )
     )
-
-
-def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ rival, and a folder restored from an old copy from the one that went on.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,8 @@ from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.messages import Joined, Run
 from diloco_cli.worker.agent.published_weights import other_history
 from diloco_cli.worker.mailbox import FolderOwner, Mailbox
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -46,11 +49,9 @@ class RegionJoin:
         region: str,
         terms: SharedSettings,
         wakeup: Wakeup,
-        *,
-        say: Callable[[str], None],
     ) -> None:
         self.mailbox, self.region, self.terms = mailbox, region, terms
-        self.wakeup, self.say = wakeup, say
+        self.wakeup = wakeup
         self.identity = FolderOwner("", 0)
 
     def boot(self) -> None:
@@ -85,7 +86,7 @@ class RegionJoin:
             try:
                 joined = self.ask(partial(self._join, server), wait=wait)
             except OlderCopy as error:
-                self.say(f"{error.message}; going on under a new name")
+                log.info(f"{error.message}; going on under a new name")
                 self._remember(replace(self.identity, owner=secrets.token_hex(8), boot=1))
                 continue
             if joined is not None:
@@ -125,7 +126,7 @@ class RegionJoin:
                 why, detail = "waiting to take over", error.message
                 pause = min(error.retry_seconds, LONGEST_PAUSE)
             if why != said:
-                self.say(f"{why}: {detail}")
+                log.info(f"{why}: {detail}")
                 said = why
             if self.wakeup.wait(pause):
                 self.wakeup.clear()

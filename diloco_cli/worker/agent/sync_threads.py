@@ -13,6 +13,7 @@ new epoch, an answer a person has to look at, or the agent itself.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -27,6 +28,8 @@ from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.messages import Heartbeat, Joined, News
 from diloco_cli.worker.agent.published_weights import PublishedWeights
 from diloco_cli.worker.mailbox import Fate, Mailbox, Stamp, stamp
+
+log = logging.getLogger(__name__)
 
 SHORTEST_GAP = 0.05
 """Between two heartbeats, however often the trainer has progressed."""
@@ -54,7 +57,6 @@ class SyncThreads:
         *,
         connect: Callable[..., Client],
         events: EventLog,
-        say: Callable[[str], None],
         on_mail: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
@@ -68,7 +70,7 @@ class SyncThreads:
         self.closed = threading.Event()
         self.state: dict[str, Any] = {"training": False, "why": "", "restarts": 0}
         """What the agent knows better than the trainer's progress."""
-        self._connect, self._events, self._say = connect, events, say
+        self._connect, self._events = connect, events
         self._on_mail, self._on_change = on_mail, on_change
         self._wakeups = {name: Wakeup() for name in ("heartbeat", "upload", "download")}
         self._lock = threading.Lock()
@@ -177,7 +179,7 @@ class SyncThreads:
             soon = Timeouts(answer=min(Timeouts.answer, self.news.lease_seconds / 3))
             own = {"timeouts": soon} if name == "heartbeat" else {}
             # Short calls, but many: they share their core with the training.
-            own |= {"control": "pyreqwest", "stop": self.closed, "say": self._say}
+            own |= {"control": "pyreqwest", "stop": self.closed, "say": log.info}
             with self._connect(retry=Retry(tries=1), **own) as way:
                 self._repeat(name, act, way)
         except Exception as error:  # A silent thread would be a region that starves.
@@ -257,7 +259,7 @@ class SyncThreads:
         self._shelf.put(number, image)
         self._on_mail()
         if why:
-            self._say(f"fragment {number}, version {image.version} was fetched whole: {why}")
+            log.info(f"fragment {number}, version {image.version} was fetched whole: {why}")
 
     # What they share
 
@@ -301,7 +303,7 @@ class SyncThreads:
         if first and not self.closed.is_set():
             what = "this folder" if isinstance(error, OSError) else "the server"
             since = time.strftime("%H:%M:%S")
-            self._say(f"{what} is out of reach since {since}, training goes on: {why}")
+            log.info(f"{what} is out of reach since {since}, training goes on: {why}")
             self._events.note("link-lost", region=self.region, why=why)
 
     def _is_back(self, name: str) -> None:
@@ -311,7 +313,7 @@ class SyncThreads:
             silent = time.monotonic() - self._lost.pop(name)
             last = not self._lost
         if last and not self.closed.is_set():
-            self._say(f"back in reach after {silent:.0f} s")
+            log.info(f"back in reach after {silent:.0f} s")
             self._events.note("link-back", region=self.region, silent_seconds=round(silent, 1))
 
     @property

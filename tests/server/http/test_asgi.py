@@ -121,13 +121,13 @@ async def test_a_wrong_method_is_405_in_words(tmp_path):
 
 
 @in_a_loop
-async def test_a_bug_is_500_in_words(tmp_path, monkeypatch, capsys):
+async def test_a_bug_is_500_in_words(tmp_path, monkeypatch, caplog):
     async with served(tmp_path) as (bench, client):
         monkeypatch.setattr(bench.state.spec.__class__, "name", None, raising=False)
         monkeypatch.setattr(bench.server, "wait_version", lambda *_, **__: 1 / 0)
         answer = await client.get("/v1/fragments/0")
         assert answer.status_code == 500 and "ZeroDivisionError" in error(answer)["message"]
-        assert "ZeroDivisionError" in capsys.readouterr().err
+        assert "ZeroDivisionError" in caplog.text
 
 
 @in_a_loop

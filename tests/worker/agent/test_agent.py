@@ -24,11 +24,6 @@ def counter():
     return Counter()
 
 
-@pytest.fixture
-def said():
-    return []
-
-
 TRAINER = """
 import os, sys, time
 {first}
@@ -39,13 +34,13 @@ while data := os.read(0, 100):
 
 
 @pytest.fixture
-def agent(tmp_path, counter, said):
+def agent(tmp_path, counter, log_lines):
     running = []
 
     def make(first="pass", on_mail="pass"):
         script = TRAINER.format(first=first, on_mail=on_mail)
         argv = [sys.executable, "-S", "-c", script]
-        made = Agent("paris", tmp_path, "http://x", TERMS, Wakeup(), argv=argv, say=said.append)
+        made = Agent("paris", tmp_path, "http://x", TERMS, Wakeup(), argv=argv)
         made.connect = counter.connect
         running.append(Running(made))
         return running[-1]
@@ -101,10 +96,10 @@ def test_the_trainer_starts_when_all_images_are_here(agent, counter, tmp_path):
     assert [mailbox.image_version(number) for number in range(2)] == [0, 0]
 
 
-def test_a_trainer_that_dies_is_started_again_and_counted(agent, counter, said, tmp_path):
+def test_a_trainer_that_dies_is_started_again_and_counted(agent, counter, log_lines, tmp_path):
     agent(first="sys.exit(1)")
     counter.wait_for(lambda: restarts(counter) >= 2)
-    assert "the trainer ended (exit code 1), again at once" in said
+    assert "the trainer ended (exit code 1), again at once" in log_lines
     counter.wait_for(lambda: len(started(tmp_path)) >= 3)
     died = [
         event.fields["pid"]
@@ -148,7 +143,7 @@ def test_a_region_that_is_out_for_good_says_goodbye_with_the_reason(agent, count
 
 
 def test_it_says_when_training_begins_and_then_every_so_often(
-    agent, counter, said, tmp_path, monkeypatch
+    agent, counter, log_lines, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("diloco_cli.worker.agent.agent.TELL_SECONDS", 0.0)
     told = {"step": 7, "training": True, "loss": 2.5, "tokens_per_second": 99.6, "why": "training"}
@@ -156,8 +151,8 @@ def test_it_says_when_training_begins_and_then_every_so_often(
     report = tmp_path / "regions" / "paris" / "progress.json"
     agent(first=f"open({str(report)!r}, 'w').write({json.dumps(told)!r})")
     line = "step 7, loss 2.500, 100 tokens/s, versions [3, 4], training"
-    counter.wait_for(lambda: line in said)
-    assert said.index(f"training begins: {line}") < said.index(line)
+    counter.wait_for(lambda: line in log_lines)
+    assert log_lines.index(f"training begins: {line}") < log_lines.index(line)
 
 
 def test_mail_rings_at_the_trainer(agent, counter, tmp_path):

@@ -30,13 +30,8 @@ def counter():
 
 
 @pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def door(mailbox, said):
-    return RegionJoin(mailbox, "paris", TERMS, Wakeup(), say=said.append)
+def door(mailbox, log_lines):
+    return RegionJoin(mailbox, "paris", TERMS, Wakeup())
 
 
 def test_a_start_is_counted_before_the_server_hears_of_it(door, mailbox, counter):
@@ -50,7 +45,7 @@ def test_a_start_is_counted_before_the_server_hears_of_it(door, mailbox, counter
     assert after == FolderOwner(owner, 2, "run-1", high=5)
 
 
-def test_a_region_that_another_worker_holds_is_waited_for(door, counter, said):
+def test_a_region_that_another_worker_holds_is_waited_for(door, counter, log_lines):
     tries = []
 
     def join(owner, boot):
@@ -62,7 +57,7 @@ def test_a_region_that_another_worker_holds_is_waited_for(door, counter, said):
     counter.join = join
     door.boot()
     assert door.join(counter.connect(), "run-1", wait=0).epoch == 2
-    assert said == ["waiting to take over: another worker holds this region"]
+    assert log_lines == ["waiting to take over: another worker holds this region"]
 
 
 def test_an_older_copy_of_a_folder_takes_a_new_name(door, counter, mailbox):
@@ -78,11 +73,11 @@ def test_an_older_copy_of_a_folder_takes_a_new_name(door, counter, mailbox):
     assert mailbox.identity().owner != "old" and mailbox.identity().boot == 1
 
 
-def test_a_server_that_is_not_there_is_waited_for_but_not_for_ever(door, counter, said):
+def test_a_server_that_is_not_there_is_waited_for_but_not_for_ever(door, counter, log_lines):
     counter.away = True
     with pytest.raises(LinkError, match="nobody answers"):
         door.ask(counter.connect().run, wait=0.05)
-    assert said == ["waiting for the server: nobody answers"]
+    assert log_lines == ["waiting for the server: nobody answers"]
 
 
 def test_a_worker_told_to_leave_stops_waiting(door, counter):

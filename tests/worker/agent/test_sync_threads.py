@@ -30,12 +30,7 @@ def counter():
 
 
 @pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def courier_of(mailbox, counter, tmp_path, said):
+def courier_of(mailbox, counter, tmp_path, log_lines):
     """Makes a courier of the mailbox as it is by then."""
     made = []
 
@@ -46,7 +41,6 @@ def courier_of(mailbox, counter, tmp_path, said):
             Joined.model_validate({**counter.news(), "epoch": 1, "high": 5}),
             connect=counter.connect,
             events=EventLog(tmp_path / "events.jsonl", "paris"),
-            say=said.append,
             on_mail=lambda: None,
             on_change=lambda: None,
         )
@@ -100,18 +94,18 @@ def test_newer_versions_come_as_deltas_and_are_the_servers_bits(courier, counter
     assert not [one for one in counter.asked if one.startswith("whole 1") and one != "whole 1 0"]
 
 
-def test_deltas_that_do_not_add_up_are_replaced_by_the_whole(courier, counter, mailbox, said):
+def test_deltas_that_do_not_add_up_are_replaced_by_the_whole(courier, counter, mailbox, log_lines):
     courier.start()
     assert courier.up_to_date.wait(20)
     counter.lies = True
     counter.publish(0)
     counter.wait_for(lambda: mailbox.image_version(0) == 1)
     np.testing.assert_array_equal(mailbox.image(0).weights, counter.weights[0][1])
-    counter.wait_for(lambda: any("do not add up" in line for line in said))
+    counter.wait_for(lambda: any("do not add up" in line for line in log_lines))
 
 
 def test_an_image_that_the_disk_has_changed_is_fetched_whole_and_counted(
-    mailbox, counter, courier_of, said
+    mailbox, counter, courier_of, log_lines
 ):
     wrong = Image(0, {}, vector_digest(counter.weights[0][0]), counter.weights[0][0] + 1)
     mailbox.write_image(0, wrong)
@@ -120,10 +114,12 @@ def test_an_image_that_the_disk_has_changed_is_fetched_whole_and_counted(
     assert courier.up_to_date.wait(20)
     np.testing.assert_array_equal(mailbox.image(0).weights, counter.weights[0][0])
     counter.wait_for(lambda: counter.heartbeats and counter.heartbeats[-1].mended == 1)
-    assert any("damaged on disk" in line for line in said)
+    assert any("damaged on disk" in line for line in log_lines)
 
 
-def test_a_copy_the_server_doubts_and_the_disk_changed_is_replaced(courier, counter, mailbox, said):
+def test_a_copy_the_server_doubts_and_the_disk_changed_is_replaced(
+    courier, counter, mailbox, log_lines
+):
     courier.start()
     assert courier.up_to_date.wait(20)
     counter.wait_for(lambda: len(counter.heartbeats[-1].images) == 2)
@@ -135,7 +131,7 @@ def test_a_copy_the_server_doubts_and_the_disk_changed_is_replaced(courier, coun
     counter.wait_for(lambda: counter.heartbeats[-1].mended == 1)
     np.testing.assert_array_equal(mailbox.image(0).weights, counter.weights[0][0])
     assert counter.asked.count("whole 0 0") == 2
-    assert any("damaged on disk" in line for line in said)
+    assert any("damaged on disk" in line for line in log_lines)
 
 
 def test_sound_bits_that_the_server_did_not_publish_are_another_history(courier, counter):
@@ -214,7 +210,7 @@ def test_news_of_a_server_that_was_set_back_count_at_once(courier, counter):
 
 
 def test_a_server_that_is_away_is_mentioned_once_and_everything_is_sent_later(
-    courier, counter, mailbox, said, tmp_path
+    courier, counter, mailbox, log_lines, tmp_path
 ):
     courier.start()
     assert courier.up_to_date.wait(20)
@@ -228,7 +224,11 @@ def test_a_server_that_is_away_is_mentioned_once_and_everything_is_sent_later(
     counter.wait_for(lambda: len(counter.submitted) == 1 and not courier.away)
     kinds = [event.kind for event in read_events(tmp_path / "events.jsonl")]
     assert kinds == ["link-lost", "link-back"]
-    assert "training goes on" in said[0] and "back in reach" in said[1] and len(said) == 2
+    assert (
+        "training goes on" in log_lines[0]
+        and "back in reach" in log_lines[1]
+        and len(log_lines) == 2
+    )
 
 
 def test_a_frame_that_a_server_set_back_has_forgotten_is_sent_again(courier, counter, mailbox):
