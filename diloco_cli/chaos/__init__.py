@@ -1,8 +1,10 @@
-"""Faults inflicted on a real run, and what they cost. Start with storm.py.
+"""Faults inflicted on a real run, and what they cost.
 
-emulator/  Wide-area links in user space
-report.py  what did the faults cost? One document for every method, whoever measured it
-run.py     what `diloco chaos` does around the run: folder, schedule, record
-storm.py   inflicts a fault schedule on a real run
-stormy.py  A local run that a fault schedule passes over
+In: a run spec with a `chaos` section. Out: chaos.json, the record of what was inflicted and what
+it cost. Read run.py first.
+
+    emulator/   links of a given rate and delay between real processes
+    inflict.py  inflicts a fault schedule: signals to processes, changes to links
+    report.py   what the faults cost: one document for every method
+    run.py      a run on this machine while a fault schedule is inflicted on it
 """

@@ -13,15 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_cli.chaos.storm import InflictedFault
+from diloco_cli.chaos.inflict import InflictedFault
 from diloco_cli.observe.events import Event
-from diloco_cli.spec.chaos_rules import ON_LINKS
+from diloco_cli.spec.fault_kinds import FAULT_KINDS, KILLS
 from diloco_cli.spec.schema import RunSpec
 
 Seconds = float
 PARTS = ("detect", "start", "compile", "fetch")
-HEALING = ("kill-trainer", "kill-region")
-"""Kinds after which a trainer has to begin anew."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +131,14 @@ def _with_recovery(
 ) -> dict[str, Any]:
     """The fault as it was inflicted, and how its region came back, if it could in peace."""
     record, region = struck.as_record(), struck.fault.region
-    if struck.skipped or struck.fault.kind not in HEALING:
+    if struck.skipped or struck.fault.kind not in KILLS:
         return record
     disturbing = [
         each.wall
         for each in later
         if each.fault.region == region
         and not each.skipped
-        and each.fault.kind not in (*ON_LINKS, "slow")
+        and FAULT_KINDS[each.fault.kind].strikes not in ("link", "pace")
     ]
     until = min(disturbing, default=math.inf)
     # The log's clock has milliseconds.

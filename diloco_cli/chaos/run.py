@@ -1,8 +1,14 @@
-"""What `diloco chaos` does around the run: folder, schedule, record."""
+"""A run on this machine while a fault schedule is inflicted on it: folder, schedule, record.
+
+The run is a `LocalRun`, supervised as ever. A `FaultWatcher` inflicts what is due whenever the
+run is looked at, and stops it when the schedule is over, not when the budget is spent. However
+the run ends, every fault that still lasts is ended first, so that no process stays paused.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,35 +17,43 @@ from typing import Any
 import typer
 
 from diloco_cli.assemble import shared_digest
-from diloco_cli.chaos.report import aftermath, fault_free_rate
-from diloco_cli.chaos.storm import EmulatedLinks
-from diloco_cli.chaos.stormy import ChaosRun
-from diloco_cli.errors import SpecError
+from diloco_cli.chaos.inflict import EmulatedLinks, FaultInflictor, InflictedFault
+from diloco_cli.chaos.report import Span, aftermath, fault_free_rate
+from diloco_cli.errors import RunFailed, SpecError
 from diloco_cli.launch.cores import deal_cores, my_cores
 from diloco_cli.launch.roles import serve_role, work_role
 from diloco_cli.launch.subprocesses import LocalLauncher
+from diloco_cli.launch.supervise import Patience, Supervisor
 from diloco_cli.observe.events import read_events
 from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run.ask import ShortCalls
 from diloco_cli.run.find_credential import for_run
 from diloco_cli.run.folder import held, read_json, refuse_foreign, set_aside
-from diloco_cli.run.supervise_run import LocalRunPlan, write_json
+from diloco_cli.run.supervise_run import LocalRun, LocalRunPlan, write_json
 from diloco_cli.sim import faults as schedules
 from diloco_cli.sim.faults import Fault
 from diloco_cli.sim.network import parse_link
 from diloco_cli.spec.resolved import FILE, write_resolved
 from diloco_cli.spec.schema import ChaosSpec, RunSpec
 
+START_SECONDS = 600.0
+"""For every region to make its first step."""
+RETURN_SECONDS = 60.0
+"""For a server that was down at the end to answer once more."""
+PATIENCE = Patience(healthy=5.0, tries=1_000_000)
+"""A process that is killed on purpose, again and again, must not be given up."""
+POLL_SECONDS = 0.5
+
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """What stood on the command line."""
+    """What the command line asked for."""
 
     method: str
     folder: Path
     faults: Sequence[Fault]
     rate: float | None
-    """Tokens a second of all regions without faults; None when nobody knows."""
+    """Tokens per second of all regions without faults; None if unknown."""
     fresh: bool
     quiet: bool
 
@@ -58,8 +72,8 @@ def run_with_faults(
     """
     assert spec.chaos is not None
     method = method or local_run
-    for words in (spec.chaos.link, *spec.chaos.links.values()):
-        parse_link(words or "unlimited")
+    for link in (spec.chaos.link, *spec.chaos.links.values()):
+        parse_link(link or "unlimited")
     _make_room(options)
     faults = [fault for fault in options.faults if fault.time < spec.chaos.seconds]
     with held(options.folder):
@@ -79,7 +93,7 @@ def run_with_faults(
 
 
 def rate_of(spec: RunSpec, fault_free: Path | None) -> float | None:
-    """Tokens a second without faults: from a record of such a run, or from the pace."""
+    """Tokens per second without faults: from a record of such a run, or from the pace."""
     if fault_free is None:
         return fault_free_rate(spec)
     record = read_json(fault_free)
@@ -124,17 +138,110 @@ def local_run(
         ),
     )
     with ProgressDisplay() as progress:
-        run = ChaosRun(
+        run = LocalRun(
             plan,
             LocalLauncher(folder / "logs"),
             ShortCalls(for_run(spec)),
             progress,
-            faults=faults,
-            links=links,
-            seconds=chaos.seconds,
+            patience=PATIENCE,
+            poll=POLL_SECONDS,
         )
-        code = run.conduct()
-    if (span := run.span()) is None:
+        watcher = FaultWatcher(run, faults, links, chaos.seconds)
+        run.watcher = watcher
+        try:
+            code = run.conduct()
+        finally:
+            links.close()
+    if (span := watcher.span()) is None:
         return code, {}
     events = read_events(folder / "events.jsonl")
-    return code, aftermath(spec, span, run.storm.struck, events, rate=options.rate)
+    return code, aftermath(spec, span, watcher.inflictor.inflicted, events, rate=options.rate)
+
+
+class FaultWatcher:
+    """Inflicts the faults of a schedule on a local run; stops it when the schedule is over."""
+
+    def __init__(
+        self, run: LocalRun, faults: Sequence[Fault], links: EmulatedLinks, seconds: float
+    ) -> None:
+        self._run = run
+        self.inflictor = FaultInflictor(faults, self, links, seconds, report=self._report)
+        self._before: dict[str, Any] = {}
+        self._after: dict[str, Any] = {}
+        self._ended = 0.0
+
+    @property
+    def folder(self) -> Path:
+        return self._run.plan.folder
+
+    def supervisor(self, region: str) -> Supervisor | None:
+        return self._run.supervisor(region)
+
+    def span(self) -> Span | None:
+        """The time the record is about; None if no fault schedule began."""
+        inflictor = self.inflictor
+        if inflictor.began is None:
+            return None
+        seconds = (self._ended or time.monotonic()) - inflictor.began
+        return Span(inflictor.began_wall, seconds, self._before, self._after or self._run.status)
+
+    def reason_to_stop(self, fresh: dict[str, Any] | None) -> str:
+        now = time.monotonic()
+        if self.inflictor.began is None:
+            self._begin_when_all_step(fresh, now)
+            return ""
+        if not self.inflictor.over(now):
+            self.inflictor.tend(now)
+            return ""
+        if not self._ended:
+            self._ended = now
+            self._end_faults()
+        # A server that was down at the end may first come back.
+        if not fresh and now < self._ended + RETURN_SECONDS:
+            return ""
+        self._after = fresh or self._run.status
+        return f"the schedule's {self.inflictor.seconds:g} s are over"
+
+    def next_look(self) -> float:
+        now = time.monotonic()
+        return math.inf if self.inflictor.over(now) else self.inflictor.until_next(now)
+
+    def stopping(self) -> None:
+        self._ended = self._ended or time.monotonic()
+        self._after = self._after or self._run.status
+        self._end_faults()
+
+    def _begin_when_all_step(self, fresh: dict[str, Any] | None, now: float) -> None:
+        regions = (fresh or {}).get("regions") or []
+        idle = [region["name"] for region in regions if not region.get("step")]
+        if fresh and not idle:
+            self.inflictor.begin(now)
+            self._before = fresh
+            self._run.progress.say(
+                f"every region trains; {len(self.inflictor.faults)} faults are to come"
+            )
+        elif now > self._run.began + START_SECONDS:
+            raise RunFailed(
+                f"After {START_SECONDS:g} s no step was made by {', '.join(idle) or 'any region'}.",
+                hint=f"Look into {self.folder / 'logs'}.",
+            )
+
+    def _end_faults(self) -> None:
+        self.inflictor.end_all()
+        for name in ("", *self._run.plan.regions):
+            if supervisor := self.supervisor(name):
+                supervisor.call_back()
+
+    def _report(self, inflicted: InflictedFault) -> None:
+        fault = inflicted.fault
+        fields: dict[str, Any] = {"fault": fault.kind, "at": round(inflicted.at, 3)}
+        if fault.region:
+            fields["region"] = fault.region
+        if fault.duration is not None:
+            fields["duration"] = fault.duration
+        if inflicted.skipped:
+            fields["why"] = f"nobody was struck: {inflicted.skipped}"
+        self._run.log.note("fault", **fields)
+        name = f"{fault.kind} {fault.region}".strip()
+        reason = f" ({inflicted.skipped})" if inflicted.skipped else ""
+        self._run.progress.say(f"{inflicted.at:.0f} s: {name}{reason}")

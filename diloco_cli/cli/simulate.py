@@ -158,12 +158,11 @@ def _refuse_options(preset: str, given: dict[str, Any]) -> None:
 def _kind(kind: str) -> Any:
     from diloco_cli.errors import SpecError
     from diloco_cli.registry import nearest
+    from diloco_cli.spec.fault_kinds import KILLS
 
-    known = ("kill-trainer", "kill-region")
-    if kind not in known:
-        raise SpecError(
-            f"Nothing called {kind!r} can be drawn.", hint=nearest(kind, known, "Kinds")
-        )
+    if kind not in KILLS:
+        hint = nearest(kind, KILLS, "Kinds")
+        raise SpecError(f"Nothing called {kind!r} can be drawn.", hint=hint)
     return kind
 
 

@@ -79,6 +79,22 @@ class LocalRunPlan:
     goal: StopCondition | None = None
 
 
+class RunWatcher(Protocol):
+    """Looks at a run whenever its supervisor does, and may end it."""
+
+    def reason_to_stop(self, fresh: dict[str, Any] | None) -> str:
+        """Why the run is to stop now; empty while it is to go on."""
+        ...
+
+    def next_look(self) -> float:
+        """Seconds until it wants to look again."""
+        ...
+
+    def stopping(self) -> None:
+        """The run is about to stop, for whatever reason; may be called again."""
+        ...
+
+
 class LocalRun:
     """Conducts one run and knows how it ended."""
 
@@ -101,14 +117,15 @@ class LocalRun:
         self._patience = patience
         self._grace = grace
         self._poll = poll
+        self.watcher: RunWatcher | None = None
         # Nothing a server says before it first listens is cured by another start.
         self._server = Supervisor(
             launcher, plan.serve, patience=patience, incurable=frozenset(range(1, 128))
         )
         self._workers: dict[str, Supervisor] = {}
         self._url = ""
-        self._log = EventLog(plan.folder / "events.jsonl", "run")
-        self._began = time.monotonic()
+        self.log = EventLog(plan.folder / "events.jsonl", "run")
+        self.began = time.monotonic()
         self._empty_since: float | None = None
         self._why = ""
         """Why the run was stopped, where we know better than its server."""
@@ -130,8 +147,12 @@ class LocalRun:
                 raise
             finally:
                 self._leave_nobody(signals)
-                self._log.close()
+                self.log.close()
                 self._sum_up()
+
+    def supervisor(self, region: str) -> Supervisor | None:
+        """The supervisor of a region's worker, or of the server for ''; None before its start."""
+        return self._workers.get(region) if region else self._server
 
     # -- start ------------------------------------------------------------------------
 
@@ -250,13 +271,15 @@ class LocalRun:
 
     def _reason_to_stop(self, fresh: dict[str, Any] | None) -> str:
         """Says why the run is over before its budget; empty while it is not."""
-        goal, seconds = self.plan.goal, time.monotonic() - self._began
+        if self.watcher and (why := self.watcher.reason_to_stop(fresh)):
+            return why
+        goal, seconds = self.plan.goal, time.monotonic() - self.began
         return (
             f"reached --until {goal}" if goal and goal.reached(self.status, seconds=seconds) else ""
         )
 
     def _until_next_look(self) -> float:
-        return self._poll
+        return min(self._poll, self.watcher.next_look()) if self.watcher else self._poll
 
     def _state(self) -> str:
         """Says the run's state from the newest source: the server, or what it wrote last."""
@@ -296,10 +319,10 @@ class LocalRun:
                 f"{change.name} died: {_first_line(change.why)}; again in {change.delay:.0f} s"
             )
         elif change.what == "restarted":
-            self._log.note(f"{'server' if server else 'worker'}-restarted", **region, **facts)
+            self.log.note(f"{'server' if server else 'worker'}-restarted", **region, **facts)
             self.progress.say(f"{change.name} runs again (restart {change.restarts})")
         elif change.what == "gone" and not server:
-            self._log.note("worker-gone", **region, **facts)
+            self.log.note("worker-gone", **region, **facts)
             self.progress.say(f"{change.name} cannot go on: {change.why}")
         elif change.what == "left" and not server and self._state() == "training":
             self.progress.say(f"the worker of {change.name} has ended")
@@ -308,6 +331,8 @@ class LocalRun:
 
     def _wind_down(self, signals: Signals, why: str) -> None:
         """Lets the run drain: the server tells the workers, each leaves when it is done."""
+        if self.watcher:
+            self.watcher.stopping()
         self.progress.say(why)
         for keeper in (self._server, *self._workers.values()):
             keeper.retire()
@@ -335,6 +360,8 @@ class LocalRun:
 
     def _leave_nobody(self, signals: Signals) -> None:
         """Stops what still runs: workers first, so that their last words find a server."""
+        if self.watcher:
+            self.watcher.stopping()
         grace = 0.0 if signals.impatient else self._grace
         for keepers in (list(self._workers.values()), [self._server]):
             handles = [keeper.handle for keeper in keepers if keeper.handle]
@@ -369,7 +396,7 @@ class LocalRun:
         return {
             **{key: self.status.get(key) for key in _SUMMARY},
             "state": state if state in ENDED else "stopped",
-            "wall_seconds": round(time.monotonic() - self._began, 1),
+            "wall_seconds": round(time.monotonic() - self.began, 1),
         }
 
 

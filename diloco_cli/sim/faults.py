@@ -18,34 +18,21 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from diloco_cli.errors import SpecError
 from diloco_cli.registry import nearest
 from diloco_cli.sim.network import parse_link
-from diloco_cli.spec.chaos_rules import LASTING, Kind
+from diloco_cli.spec.fault_kinds import FAULT_KINDS, Kind
 from diloco_cli.spec.schema import ChaosSpec, FaultSpec
 
 Seconds = float
-KINDS = get_args(Kind)
 EXAMPLE = '{"faults": [{"time": 12.5, "kind": "kill-trainer", "region": "paris"}]}'
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong.
-
-    kill-trainer   the training process dies; its agent keeps the lease and starts it again
-    kill-agent     the agent dies; whoever supervises it starts it again
-    kill-region    the whole host dies; the lease lapses
-    kill-server    the server dies; regions train on
-    pause          the region stands still and forgets nothing
-    slow           inner steps take `factor` times as long
-    leave          the region says goodbye, and joins again
-    cut            nothing passes between the region and the server
-    narrow         the region's link becomes `link`
-    reset          every connection of the region breaks
-    """
+    """One thing that goes wrong; spec/fault_kinds.py says what each kind does."""
 
     time: Seconds
     kind: Kind
@@ -62,7 +49,7 @@ class Fault:
             record["region"] = self.region
         if self.duration is not None:
             record["duration"] = self.duration
-        if self.kind == "slow":
+        if FAULT_KINDS[self.kind].key == "factor":
             record["factor"] = self.factor
         if self.link:
             record["link"] = self.link
@@ -123,7 +110,7 @@ def planned(chaos: ChaosSpec, regions: Sequence[str]) -> list[Fault]:
 
 def _drawn(entry: FaultSpec, regions: Sequence[str], until: Seconds, seed: str) -> Iterable[Fault]:
     assert entry.per_hour is not None
-    struck = () if entry.kind == "kill-server" else (entry.region,) if entry.region else regions
+    struck = () if _on_server(entry.kind) else (entry.region,) if entry.region else regions
     law = Law(3600.0 * max(1, len(struck)) / entry.per_hour, entry.shape or 1.0)
     for fault in drawn(law, struck, until=until, seed=seed, kind=entry.kind):
         yield _like(entry, fault.time, fault.region)
@@ -135,9 +122,13 @@ def _periodic(
     chance = random.Random(f"{seed} {entry.kind}")
     now = entry.every if entry.at is None else entry.at
     while now is not None and now < until:
-        region = entry.region or ("" if entry.kind == "kill-server" else chance.choice(regions))
+        region = entry.region or ("" if _on_server(entry.kind) else chance.choice(regions))
         yield _like(entry, now, region)
         now = now + entry.every if entry.every else None
+
+
+def _on_server(kind: Kind) -> bool:
+    return FAULT_KINDS[kind].strikes == "server"
 
 
 def _like(entry: FaultSpec, time: Seconds, region: str) -> Fault:
@@ -177,12 +168,14 @@ def _fault(record: Any, where: str, regions: Sequence[str]) -> Fault:
     if not isinstance(record, dict):
         raise SpecError(f"{where} is {record!r}, not a fault.", hint=f"Write {EXAMPLE}")
     if unknown := set(record) - {f.name for f in fields(Fault)}:
-        raise SpecError(f"{where} has keys nobody knows: {', '.join(sorted(unknown))}.")
+        raise SpecError(f"{where} has unknown keys: {', '.join(sorted(unknown))}.")
     kind: Any = record.get("kind")
-    if kind not in KINDS:
-        raise SpecError(f"{where} is of kind {kind!r}.", hint=nearest(str(kind), KINDS, "Kinds"))
+    if kind not in FAULT_KINDS:
+        hint = nearest(str(kind), list(FAULT_KINDS), "Kinds")
+        raise SpecError(f"{where} is of kind {kind!r}.", hint=hint)
+    row = FAULT_KINDS[kind]
     region = record.get("region", "")
-    if (kind == "kill-server") == bool(region) or (region and region not in regions):
+    if (row.strikes == "server") == bool(region) or (region and region not in regions):
         known = ", ".join(regions[:8])
         raise SpecError(
             f"{where} strikes region {region!r}.",
@@ -193,12 +186,12 @@ def _fault(record: Any, where: str, regions: Sequence[str]) -> Fault:
         for key in ("time", "duration", "factor")
         if record.get(key) is not None
     }
-    if "time" not in numbers or (kind in LASTING and "duration" not in numbers):
+    if "time" not in numbers or (row.duration == "required" and "duration" not in numbers):
         raise SpecError(f"{where} does not say when it begins or how long it lasts.")
-    if kind == "slow" and not numbers.get("factor", 1.0) > 0:
+    if row.key == "factor" and not numbers.get("factor", 1.0) > 0:
         raise SpecError(f"{where}: a factor of 0 would make steps that take no time.")
     link = str(record.get("link", ""))
-    if (kind == "narrow") != bool(link):
+    if (row.key == "link") != bool(link):
         raise SpecError(f"{where}: a narrow needs a link, as in 1Mbit/200ms; nothing else does.")
     if link:
         parse_link(link)

@@ -11,6 +11,7 @@ The same scenario and seed give the same outcome, to the last event.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from diloco_cli.core.rounds import Receipt
@@ -21,6 +22,7 @@ from diloco_cli.sim.outcome import OutcomeCounter, SimulationOutcome
 from diloco_cli.sim.region import SimulatedRegion
 from diloco_cli.sim.scenario import RegionSite, Scenario
 from diloco_cli.sim.server import SimulatedServer
+from diloco_cli.spec.fault_kinds import KILLS, Kind
 
 Seconds = float
 
@@ -188,32 +190,39 @@ class Simulation:
     # Faults
 
     def _struck(self, fault: Fault) -> None:
-        if fault.kind == "kill-server":
-            self.tally.faults += 1
-            self.server.crash(fault.duration or self.scenario.hub.restart)
-            return
-        if fault.kind == "cut":  # In the link since the beginning.
-            self.tally.faults += 1
-            return
-        region, ends = self.regions[fault.region], self.agenda.now + (fault.duration or 0.0)
-        if fault.kind in ("kill-agent", "reset"):  # The trainer does not notice, the link soon.
-            self.tally.faults += 1
-        elif fault.kind == "slow":
-            self.tally.faults += 1
-            region.paced(fault.factor, now=self.agenda.now)
-            self.agenda.at(ends, self._recovers, region)
-        elif fault.kind == "narrow":
-            self.tally.faults += 1
-            self.agenda.at(ends, self._linked, region, self.links[region.name])
-            self._linked(region, parse_link(fault.link))
-        elif region.training and not region.failing:
+        HANDLERS[fault.kind](self, fault)
+
+    def _server_dies(self, fault: Fault) -> None:
+        self.tally.faults += 1
+        self.server.crash(fault.duration or self.scenario.hub.restart)
+
+    def _unnoticed(self, fault: Fault) -> None:
+        """Counted only: the trainer does not notice, and the connection is soon back."""
+        self.tally.faults += 1
+
+    def _slows(self, fault: Fault) -> None:
+        self.tally.faults += 1
+        region = self.regions[fault.region]
+        region.paced(fault.factor, now=self.agenda.now)
+        self.agenda.at(self.agenda.now + (fault.duration or 0.0), self._recovers, region)
+
+    def _narrows(self, fault: Fault) -> None:
+        self.tally.faults += 1
+        region = self.regions[fault.region]
+        ends = self.agenda.now + (fault.duration or 0.0)
+        self.agenda.at(ends, self._linked, region, self.links[region.name])
+        self._linked(region, parse_link(fault.link))
+
+    def _region_stops(self, fault: Fault) -> None:
+        region = self.regions[fault.region]
+        if region.training and not region.failing:
             # Chips that fail while their group is being rebuilt cost it nothing more.
             self.tally.faults += 1
             region.failing = True
             ends = region.boundary(self.agenda.now)
             at = ends if self.scenario.recovery.at_boundary else self.agenda.now
             self.agenda.at(at, self._dies, region, fault)
-        elif self.scenario.recovery.anew and fault.kind in ("kill-trainer", "kill-region"):
+        elif self.scenario.recovery.anew and fault.kind in KILLS:
             self.tally.faults += 1
             region.alive = region.alive and fault.kind != "kill-region"
             self._comes_back(region, fault.duration)
@@ -280,6 +289,20 @@ class Simulation:
         for number in list(region.calls):
             self._answer(region, number)
         self._beat_now(region)
+
+
+HANDLERS: Mapping[Kind, Callable[[Simulation, Fault], None]] = {
+    "kill-trainer": Simulation._region_stops,
+    "kill-agent": Simulation._unnoticed,
+    "kill-region": Simulation._region_stops,
+    "kill-server": Simulation._server_dies,
+    "pause": Simulation._region_stops,
+    "slow": Simulation._slows,
+    "leave": Simulation._region_stops,
+    "cut": Simulation._unnoticed,  # Its outage is in the link from the beginning.
+    "narrow": Simulation._narrows,
+    "reset": Simulation._unnoticed,
+}
 
 
 def _cuts(scenario: Scenario):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from diloco_cli.sim.overlap import Buckets, bucket_utilisation
 from diloco_cli.sim.scenario import Scenario
+from diloco_cli.spec.fault_kinds import FAULT_KINDS
 
 Seconds = float
 
@@ -40,7 +41,8 @@ def synchronous(scenario: Scenario, *, elastic: bool) -> Synchronous:
     resumes: Seconds = 0.0
     saved: Seconds = 0.0
     for fault in scenario.faults:
-        if fault.kind in ("kill-server", "slow") or fault.time >= scenario.duration:
+        unaffected = FAULT_KINDS[fault.kind].strikes in ("server", "pace")
+        if unaffected or fault.time >= scenario.duration:
             continue
         away = back if fault.duration is None else fault.duration
         stop = min(away, recovery.detect) if elastic else away

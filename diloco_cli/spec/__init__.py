@@ -3,6 +3,7 @@ Start with schema.py.
 
     chaos_rules.py  what can go wrong on purpose, and what cannot: the rules of the `chaos` section
     describe.py     what do the classes themselves say about their options?
+    fault_kinds.py  every kind of fault, in one table that simulator and chaos runs read too
     load.py         which run does this file describe, and if none, what is wrong with it?
     overrides.py    what changes when the command line says `--set sync.quorum=2`?
     resolved.py     what exactly does this run do? Every key spelled out, written once beside …

@@ -8,32 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from diloco_cli.registry import nearest
+from diloco_cli.spec.fault_kinds import FAULT_KINDS
 from diloco_cli.spec.rules import Path, SpecFault, rate_of
 
 if TYPE_CHECKING:
     from diloco_cli.spec.schema import FaultSpec, RunSpec
 
-Kind = Literal[
-    "kill-trainer",
-    "kill-agent",
-    "kill-region",
-    "kill-server",
-    "pause",
-    "slow",
-    "leave",
-    "cut",
-    "narrow",
-    "reset",
-]
-LASTING = ("pause", "slow", "leave", "cut", "narrow")
-"""Kinds that end by themselves and so need a duration."""
-PASSING = ("kill-trainer", "kill-agent", "reset")
-"""Kinds that are over at once; whoever supervises what they hit brings it back."""
-ON_LINKS = ("cut", "narrow", "reset")
-"""Kinds that need a link of our own between a region and the server."""
 LINK = "For example 10Mbit/50ms: the rate, then the round trip."
 
 
@@ -85,29 +68,29 @@ def _when(fault: FaultSpec, place: Path) -> Iterator[SpecFault]:
 
 
 def _how(fault: FaultSpec, place: Path) -> Iterator[SpecFault]:
-    kind = fault.kind
-    if kind == "kill-server" and fault.region is not None:
+    kind, row = fault.kind, FAULT_KINDS[fault.kind]
+    if row.strikes == "server" and fault.region is not None:
         yield SpecFault(
             (*place, "region"),
-            f"is {fault.region!r}, but a kill-server strikes the server, not a region",
+            f"is {fault.region!r}, but a {kind} strikes the server, not a region",
             "Remove region, or choose kill-region.",
         )
-    if kind in LASTING and fault.duration is None:
+    if row.duration == "required" and fault.duration is None:
         hint = "Give it a duration in seconds."
-        said = f"({kind}) does not say how long it lasts"
-        yield SpecFault(place, said, hint, ((*place, "duration"),))
-    if kind in PASSING and fault.duration is not None:
+        message = f"({kind}) does not say how long it lasts"
+        yield SpecFault(place, message, hint, ((*place, "duration"),))
+    if row.duration == "refused" and fault.duration is not None:
         yield SpecFault(
             (*place, "duration"),
             f"is {fault.duration:g}, but a {kind} is over at once",
             "Remove it; kill-region and kill-server can keep something down.",
         )
-    for key, only in (("factor", "slow"), ("link", "narrow")):
+    for key, owner in ((row.key, kind) for kind, row in FAULT_KINDS.items() if row.key):
         given = getattr(fault, key) is not None
-        if given and kind != only:
-            said = f"belongs to {only}, not to {kind}, so it would have no effect"
-            yield SpecFault((*place, key), said, f"Remove {key}.")
-        if kind == only and not given:
+        if given and kind != owner:
+            message = f"belongs to {owner}, not to {kind}, so it would have no effect"
+            yield SpecFault((*place, key), message, f"Remove {key}.")
+        if kind == owner and not given:
             hint = "For example factor: 4." if key == "factor" else LINK
             yield SpecFault(place, f"({kind}) needs a {key}", hint, ((*place, key),))
     if fault.link is not None:

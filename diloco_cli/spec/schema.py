@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from diloco_cli.spec.chaos_rules import Kind, disturbances
+from diloco_cli.spec.chaos_rules import disturbances
+from diloco_cli.spec.fault_kinds import Kind
 from diloco_cli.spec.rules import Conflicts, Path, conflicts, rate_of
 
 

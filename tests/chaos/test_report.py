@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from diloco_cli.chaos.inflict import InflictedFault
 from diloco_cli.chaos.report import Span, aftermath, fault_free_rate, quantile
-from diloco_cli.chaos.storm import InflictedFault
 from diloco_cli.observe.events import Event
 from diloco_cli.sim.faults import Fault
 from diloco_cli.spec.schema import RunSpec

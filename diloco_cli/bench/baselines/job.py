@@ -45,12 +45,11 @@ from diloco_cli.launch.cores import deal_cores, my_cores
 from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.sim.faults import Fault, in_order
 from diloco_cli.sim.network import Link
+from diloco_cli.spec.fault_kinds import KILLS, ON_LINKS
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import ChaosSpec, RunSpec
 from diloco_cli.system.wakeup import Signals
 
-KILLS = ("kill-trainer", "kill-region")
-ON_LINKS = ("cut", "narrow", "reset")
 LOOK_SECONDS = 0.01
 PARTING_SECONDS = 600.0
 """For the last restart and for the evaluation of the whole curve."""

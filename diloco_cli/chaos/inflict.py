@@ -1,15 +1,15 @@
 """Inflicts a fault schedule on a real run.
 
-    storm = Storm(faults, stage, links=links)
-    storm.begin(now)                   # every region has made its first step
-    while not storm.over(now):
-        storm.tend(now)                # strikes what is due, mends what is over
-    storm.mend()                       # whatever still lasts, however this ended
+    inflictor = FaultInflictor(faults, target, links, seconds)
+    inflictor.begin(now)               # every region has made its first step
+    while not inflictor.over(now):
+        inflictor.tend(now)            # inflicts what is due, ends what has lasted long enough
+    inflictor.end_all()                # whatever still lasts, however this ended
 
-Processes are struck by the ids that their own supervisors and locks give, links through
-proxies that the regions were sent to from the start, the pace through a file the trainer
-looks at. What strikes nobody is written down with the reason. Nothing here restarts
-anything: that is for whoever supervises the run anyway.
+Processes are struck by the ids that their supervisors and locks give, links through proxies that
+the regions connect to from the start, the pace through a file that the trainer reads. A fault
+without a target is recorded with the reason. Nothing here restarts anything: that is up to the
+run's supervisors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from diloco_cli.chaos.emulator.proxy import Proxy, emulated
 from diloco_cli.launch.subprocesses import LocalProcess
 from diloco_cli.launch.supervise import Supervisor
 from diloco_cli.sim.faults import Fault
-from diloco_cli.spec.chaos_rules import ON_LINKS
+from diloco_cli.spec.fault_kinds import ON_LINKS, Kind
 from diloco_cli.spec.schema import ChaosSpec
 from diloco_cli.worker.mailbox import SLOW, TRAINER_LOCK
 
@@ -38,13 +38,13 @@ Seconds = float
 
 
 class ChaosTarget(Protocol):
-    """A run as somebody sees it who wants to disturb it."""
+    """What the inflictor needs to know of a run."""
 
     @property
     def folder(self) -> Path: ...
 
-    def keeper(self, region: str) -> Supervisor | None:
-        """Who keeps a region's worker running; the server's for ''. None before it was started."""
+    def supervisor(self, region: str) -> Supervisor | None:
+        """The supervisor of a region's worker, or of the server for ''; None before its start."""
         ...
 
 
@@ -54,11 +54,11 @@ class InflictedFault:
 
     fault: Fault
     at: Seconds
-    """Since the beginning."""
+    """Since the schedule began."""
     wall: Seconds
     """Seconds since 1970, as in the run log."""
     skipped: str = ""
-    """Why nobody was struck."""
+    """Why it had no target; empty if it had one."""
 
     def as_record(self) -> dict[str, Any]:
         record = {**self.fault.as_record(), "at": round(self.at, 3)}
@@ -66,11 +66,11 @@ class InflictedFault:
 
 
 class NoTarget(Exception):
-    """There is nobody to strike; says why."""
+    """The fault has nothing to strike; says why."""
 
 
 class EmulatedLinks:
-    """The emulated links of a run, one for each region that needs one."""
+    """The emulated links of a run: one per region whose link is shaped or struck."""
 
     def __init__(self, chaos: ChaosSpec, faults: Sequence[Fault], regions: Sequence[str]) -> None:
         struck = {fault.region for fault in faults if fault.kind in ON_LINKS}
@@ -82,7 +82,7 @@ class EmulatedLinks:
         self._targets: dict[str, str] = {}
 
     def url(self, region: str, server: str) -> str:
-        """Says where this region finds the server that listens at this URL."""
+        """The URL under which this region reaches the server at `server`."""
         if region not in self.words:
             return server
         if self._targets.get(region) != server:
@@ -106,15 +106,15 @@ class EmulatedLinks:
 
 
 @dataclass
-class Storm:
-    """One schedule on its way over one run."""
+class FaultInflictor:
+    """Inflicts one schedule on one run."""
 
     faults: Sequence[Fault]
-    stage: ChaosTarget
+    target: ChaosTarget
     links: EmulatedLinks
     seconds: Seconds
-    say: Callable[[InflictedFault], None] = lambda struck: None
-    struck: list[InflictedFault] = field(default_factory=list)
+    report: Callable[[InflictedFault], None] = lambda inflicted: None
+    inflicted: list[InflictedFault] = field(default_factory=list)
     began: Seconds | None = None
     began_wall: Seconds = 0.0
 
@@ -129,7 +129,7 @@ class Storm:
         return self.began is not None and now >= self.began + self.seconds
 
     def tend(self, now: Seconds) -> None:
-        """Does all that is due."""
+        """Ends the faults whose time is over and inflicts those that are due."""
         if self.began is None:
             return
         for key, (until, undo) in list(self._lasting.items()):
@@ -137,19 +137,19 @@ class Storm:
                 del self._lasting[key]
                 undo()
         while self._next < len(self.faults) and self._due(self._next) <= now:
-            self._strike(self.faults[self._next], now - self.began)
+            self._inflict(self.faults[self._next], now - self.began)
             self._next += 1
 
     def until_next(self, now: Seconds) -> Seconds:
-        """Says how long nothing is due."""
+        """Seconds until something is due."""
         if self.began is None:
             return float("inf")
         ends = [until for until, _ in self._lasting.values()]
         starts = [self.faults[self._next].time] if self._next < len(self.faults) else []
         return max(0.0, self.began + min([*ends, *starts, self.seconds]) - now)
 
-    def mend(self) -> None:
-        """Ends whatever lasts; harmless when repeated."""
+    def end_all(self) -> None:
+        """Ends every fault that still lasts; may be called again."""
         lasting, self._lasting = self._lasting, {}
         for _, undo in lasting.values():
             undo()
@@ -158,14 +158,14 @@ class Storm:
         assert self.began is not None
         return self.began + self.faults[number].time
 
-    def _strike(self, fault: Fault, at: Seconds) -> None:
-        struck = InflictedFault(fault, at, time.time())
+    def _inflict(self, fault: Fault, at: Seconds) -> None:
+        inflicted = InflictedFault(fault, at, time.time())
         try:
-            undo = _ACTS[fault.kind](self, fault)
-        except NoTarget as nobody:
-            struck.skipped = str(nobody)
+            undo = HANDLERS[fault.kind](self, fault)
+        except NoTarget as reason:
+            inflicted.skipped = str(reason)
         except ProcessLookupError:
-            struck.skipped = "it had just ended by itself"
+            inflicted.skipped = "it had just ended by itself"
         else:
             if undo:
                 key = (fault.kind, fault.region)
@@ -173,17 +173,17 @@ class Storm:
                 # Two that overlap are one, which ends with the later of them.
                 until = max(until, self._lasting[key][0]) if key in self._lasting else until
                 self._lasting[key] = until, undo
-        self.struck.append(struck)
-        self.say(struck)
+        self.inflicted.append(inflicted)
+        self.report(inflicted)
 
-    # What each kind does; those that last give back what ends them.
+    # One handler per kind; those of kinds that last return what ends the fault.
 
     def _running(self, region: str) -> Supervisor:
-        keeper = self.stage.keeper(region)
-        handle = keeper.handle if keeper and keeper.state == "running" else None
-        # A keeper may not have looked since the last fault.
-        if keeper and handle and handle.exit_code() is None:
-            return keeper
+        supervisor = self.target.supervisor(region)
+        handle = supervisor.handle if supervisor and supervisor.state == "running" else None
+        # The supervisor may not have looked since the last fault.
+        if supervisor and handle and handle.exit_code() is None:
+            return supervisor
         raise NoTarget(f"the {'worker' if region else 'server'} was not running")
 
     def _pid(self, region: str) -> int:
@@ -192,10 +192,10 @@ class Storm:
         return handle.pid
 
     def _trainer(self, region: str) -> int | None:
-        keeper = self.stage.keeper(region)
-        handle = keeper.handle if keeper else None
+        supervisor = self.target.supervisor(region)
+        handle = supervisor.handle if supervisor else None
         agent = handle.pid if isinstance(handle, LocalProcess) else None
-        return trainer_pid(self.stage.folder / "regions" / region, agent)
+        return trainer_pid(self.target.folder / "regions" / region, agent)
 
     def _kill_trainer(self, fault: Fault) -> None:
         if (pid := self._trainer(fault.region)) is None:
@@ -206,12 +206,12 @@ class Storm:
         os.kill(self._pid(fault.region), signal.SIGKILL)
 
     def _kill_process(self, fault: Fault) -> None:
-        keeper = self._running(fault.region)
+        supervisor = self._running(fault.region)
         trainer = self._trainer(fault.region) if fault.region else None
         if fault.duration is not None:
-            keeper.send_away(until=time.monotonic() + fault.duration, kill=True)
-        elif keeper.handle is not None:
-            keeper.handle.kill()
+            supervisor.send_away(until=time.monotonic() + fault.duration, kill=True)
+        elif supervisor.handle is not None:
+            supervisor.handle.kill()
         # One that an earlier agent started may not be in the group that was killed.
         _signal(os.kill, trainer, signal.SIGKILL)
 
@@ -222,15 +222,15 @@ class Storm:
     def _pause(self, fault: Fault) -> Callable[[], None]:
         group, trainer = self._pid(fault.region), self._trainer(fault.region)
 
-        def both(number: int) -> None:
+        def signal_both(number: int) -> None:
             _signal(os.killpg, group, number)
             _signal(os.kill, trainer, number)
 
-        both(signal.SIGSTOP)
-        return lambda: both(signal.SIGCONT)
+        signal_both(signal.SIGSTOP)
+        return lambda: signal_both(signal.SIGCONT)
 
     def _slow(self, fault: Fault) -> Callable[[], None]:
-        file = self.stage.folder / "regions" / fault.region / SLOW
+        file = self.target.folder / "regions" / fault.region / SLOW
         file.write_text(f"{fault.factor:g}\n")
         return lambda: file.unlink(missing_ok=True)
 
@@ -252,35 +252,35 @@ class Storm:
         return self.links.proxies[fault.region]
 
 
-_ACTS: Mapping[str, Callable[[Storm, Fault], Callable[[], None] | None]] = {
-    "kill-trainer": Storm._kill_trainer,
-    "kill-agent": Storm._kill_agent,
-    "kill-region": Storm._kill_process,
-    "kill-server": Storm._kill_process,
-    "pause": Storm._pause,
-    "slow": Storm._slow,
-    "leave": Storm._leave,
-    "cut": Storm._cut,
-    "narrow": Storm._narrow,
-    "reset": Storm._reset,
+HANDLERS: Mapping[Kind, Callable[[FaultInflictor, Fault], Callable[[], None] | None]] = {
+    "kill-trainer": FaultInflictor._kill_trainer,
+    "kill-agent": FaultInflictor._kill_agent,
+    "kill-region": FaultInflictor._kill_process,
+    "kill-server": FaultInflictor._kill_process,
+    "pause": FaultInflictor._pause,
+    "slow": FaultInflictor._slow,
+    "leave": FaultInflictor._leave,
+    "cut": FaultInflictor._cut,
+    "narrow": FaultInflictor._narrow,
+    "reset": FaultInflictor._reset,
 }
 
 
-def _signal(send: Callable[[int, int], None], whom: int | None, number: int) -> None:
-    """Signals somebody who may be gone."""
-    if whom is not None:
+def _signal(send: Callable[[int, int], None], pid: int | None, number: int) -> None:
+    """Signals a process, or a group, that may be gone."""
+    if pid is not None:
         with contextlib.suppress(ProcessLookupError):
-            send(whom, number)
+            send(pid, number)
 
 
 def trainer_pid(folder: Path, agent: int | None) -> int | None:
-    """Finds a region's trainer: who holds its lock, or a child of the agent that still loads."""
-    found: list[psutil.Process] = []
+    """Finds a region's trainer: the holder of its lock, or a child of the agent."""
+    candidates: list[psutil.Process] = []
     with contextlib.suppress(OSError, ValueError, psutil.Error):
-        found.append(psutil.Process(int((folder / TRAINER_LOCK).read_text())))
+        candidates.append(psutil.Process(int((folder / TRAINER_LOCK).read_text())))
     with contextlib.suppress(psutil.Error):
-        found += psutil.Process(agent).children() if agent else []
-    for process in found:
+        candidates += psutil.Process(agent).children() if agent else []
+    for process in candidates:
         with contextlib.suppress(psutil.Error):
             # The lock keeps the number of a trainer that died, which may be another's by now.
             if {"trainer", folder.name} <= {*process.cmdline()}:

@@ -1,4 +1,4 @@
-"""A schedule follows from its seed, strikes real processes and links, and is mended at the end."""
+"""A schedule follows from its seed, strikes real processes and links, and is ended at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from diloco_cli.chaos.storm import EmulatedLinks, InflictedFault, Storm, trainer_pid
+from diloco_cli.chaos.inflict import EmulatedLinks, FaultInflictor, InflictedFault, trainer_pid
 from diloco_cli.launch import Role
 from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.launch.supervise import Patience, Supervisor
@@ -86,7 +86,7 @@ class Stage:
         self.folder = folder
         launcher = LocalLauncher(folder / "logs")
         codes = {"": SLEEP, "paris": PARENT, "tokyo": SLEEP}
-        self.keepers = {
+        self.supervisors = {
             name: Supervisor(
                 launcher,
                 Role(name or "server", (sys.executable, "-c", code)),
@@ -94,25 +94,25 @@ class Stage:
             )
             for name, code in codes.items()
         }
-        for name, keeper in self.keepers.items():
+        for name, supervisor in self.supervisors.items():
             (folder / "regions" / name).mkdir(parents=True, exist_ok=True)
-            keeper.start(now=time.monotonic())
+            supervisor.start(now=time.monotonic())
 
-    def keeper(self, region: str) -> Supervisor | None:
-        return self.keepers.get(region)
+    def supervisor(self, region: str) -> Supervisor | None:
+        return self.supervisors.get(region)
 
     def process(self, region: str) -> psutil.Process:
-        handle = self.keepers[region].handle
+        handle = self.supervisors[region].handle
         assert isinstance(handle, LocalProcess)
         return psutil.Process(handle.pid)
 
     def end(self) -> None:
-        for keeper in self.keepers.values():
-            if keeper.handle:
-                keeper.handle.kill()
+        for supervisor in self.supervisors.values():
+            if supervisor.handle:
+                supervisor.handle.kill()
 
 
-def until(told, seconds: float = 30.0):
+def until(told, seconds: float = 300.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := told():
@@ -128,9 +128,9 @@ def stage(tmp_path):
     made.end()
 
 
-def storm(stage: Stage, *faults: Fault) -> Storm:
-    links = EmulatedLinks(spec(), faults, [*stage.keepers])
-    made = Storm(faults, stage, links, seconds=1000)
+def inflictor(stage: Stage, *faults: Fault) -> FaultInflictor:
+    links = EmulatedLinks(spec(), faults, [*stage.supervisors])
+    made = FaultInflictor(faults, stage, links, seconds=1000)
     made.begin(0.0)
     return made
 
@@ -139,17 +139,17 @@ def test_only_the_trainer_dies_of_a_kill_trainer(stage: Stage):
     folder, agent = stage.folder / "regions" / "paris", stage.process("paris")
     pid = until(lambda: trainer_pid(folder, agent.pid))
     trainer = psutil.Process(pid)
-    rough = storm(stage, Fault(5, "kill-trainer", "paris"), Fault(5, "kill-trainer", "tokyo"))
+    rough = inflictor(stage, Fault(5, "kill-trainer", "paris"), Fault(5, "kill-trainer", "tokyo"))
     rough.tend(4.9)
-    assert trainer.status() != psutil.STATUS_ZOMBIE and rough.struck == []
+    assert trainer.status() != psutil.STATUS_ZOMBIE and rough.inflicted == []
     rough.tend(5.0)
     until(lambda: trainer.status() == psutil.STATUS_ZOMBIE)
     assert agent.is_running() and trainer_pid(folder, agent.pid) is None
-    assert [struck.skipped for struck in rough.struck] == [
+    assert [inflicted.skipped for inflicted in rough.inflicted] == [
         "",
         "there was no trainer at that moment",
     ]
-    assert rough.struck[1].as_record()["skipped"]
+    assert rough.inflicted[1].as_record()["skipped"]
 
 
 def test_a_lock_leads_to_a_trainer_that_is_nobodys_child_and_never_to_a_stranger(stage: Stage):
@@ -162,11 +162,11 @@ def test_a_lock_leads_to_a_trainer_that_is_nobodys_child_and_never_to_a_stranger
         assert trainer_pid(folder, None) is None
 
 
-def test_what_is_kept_down_is_started_by_its_keeper_and_not_before(stage: Stage):
-    rough = storm(stage, Fault(1, "kill-server", duration=500), Fault(2, "kill-server"))
+def test_what_is_kept_down_is_started_by_its_supervisor_and_not_before(stage: Stage):
+    rough = inflictor(stage, Fault(1, "kill-server", duration=500), Fault(2, "kill-server"))
     rough.tend(2.0)
-    server = stage.keepers[""]
-    assert rough.struck[1].skipped == "the server was not running"
+    server = stage.supervisors[""]
+    assert rough.inflicted[1].skipped == "the server was not running"
     until(lambda: server.tend(now=time.monotonic()))
     assert server.state == "waiting" and server.tend(now=time.monotonic() + 400) is None
     change = server.tend(now=time.monotonic() + 501)
@@ -176,9 +176,9 @@ def test_what_is_kept_down_is_started_by_its_keeper_and_not_before(stage: Stage)
 PAUSES = ((1, 5), (2, 1), (9, 9))
 
 
-def test_a_paused_region_stands_still_until_it_is_over_or_mended(stage: Stage):
+def test_a_paused_region_stands_still_until_it_is_over_or_ended(stage: Stage):
     tokyo = stage.process("tokyo")
-    rough = storm(stage, *(Fault(at, "pause", "tokyo", took) for at, took in PAUSES))
+    rough = inflictor(stage, *(Fault(at, "pause", "tokyo", took) for at, took in PAUSES))
     rough.tend(1.0)
     until(lambda: tokyo.status() == psutil.STATUS_STOPPED)
     rough.tend(2.0)
@@ -188,7 +188,7 @@ def test_a_paused_region_stands_still_until_it_is_over_or_mended(stage: Stage):
     until(lambda: tokyo.status() != psutil.STATUS_STOPPED)
     rough.tend(9.0)
     until(lambda: tokyo.status() == psutil.STATUS_STOPPED)
-    rough.mend()
+    rough.end_all()
     until(lambda: tokyo.status() != psutil.STATUS_STOPPED)
 
 
@@ -201,14 +201,14 @@ def test_a_trainer_that_an_earlier_agent_started_shares_its_regions_fate(stage: 
     try:
         (stage.folder / "regions" / "tokyo" / "trainer.lock").write_text(f"{child.pid}\n")
         until(lambda: trainer_pid(stage.folder / "regions" / "tokyo", None))
-        rough = storm(stage, Fault(1, "pause", "tokyo", 1), Fault(3, "kill-region", "tokyo"))
+        rough = inflictor(stage, Fault(1, "pause", "tokyo", 1), Fault(3, "kill-region", "tokyo"))
         rough.tend(1.0)
         until(lambda: trainer.status() == psutil.STATUS_STOPPED)
         rough.tend(2.0)
         until(lambda: trainer.status() != psutil.STATUS_STOPPED)
         rough.tend(3.0)
         assert until(child.poll) == -9
-        agent = stage.keepers["tokyo"].handle
+        agent = stage.supervisors["tokyo"].handle
         assert agent and agent.exit_code() == -9
     finally:
         child.kill()
@@ -217,7 +217,7 @@ def test_a_trainer_that_an_earlier_agent_started_shares_its_regions_fate(stage: 
 
 def test_a_slow_region_reads_so_in_its_folder_while_it_lasts(stage: Stage):
     file = stage.folder / "regions" / "tokyo" / "slow"
-    rough = storm(stage, Fault(1, "slow", "tokyo", 3, 2.5))
+    rough = inflictor(stage, Fault(1, "slow", "tokyo", 3, 2.5))
     rough.tend(1.0)
     assert file.read_text() == "2.5\n"
     rough.tend(4.0)
@@ -242,7 +242,7 @@ def test_links_are_made_for_those_who_need_them_and_keep_their_place():
 
 def test_links_are_cut_narrowed_and_healed_when_it_is_time(stage: Stage):
     faults = [Fault(1, "cut", "paris", 2), Fault(2, "narrow", "paris", 2, link="1Mbit/200ms")]
-    rough = storm(stage, *faults, Fault(3, "reset", "paris"), Fault(3, "cut", "tokyo", 1))
+    rough = inflictor(stage, *faults, Fault(3, "reset", "paris"), Fault(3, "cut", "tokyo", 1))
     rough.links.url("paris", "http://127.0.0.1:9")
     try:
         rough.tend(2.0)
@@ -250,17 +250,17 @@ def test_links_are_cut_narrowed_and_healed_when_it_is_time(stage: Stage):
         rough.tend(4.0)
         assert str(rough.links.proxies["paris"].link).startswith("unlimited")
         skipped = ["no connection was open", "the region was never started"]
-        assert [struck.skipped for struck in rough.struck[2:]] == skipped
+        assert [inflicted.skipped for inflicted in rough.inflicted[2:]] == skipped
     finally:
         rough.links.close()
 
 
 def test_what_is_due_next_is_known(stage: Stage):
-    rough = storm(stage, Fault(10, "slow", "tokyo", 5, 2.0), Fault(100, "kill-server"))
+    rough = inflictor(stage, Fault(10, "slow", "tokyo", 5, 2.0), Fault(100, "kill-server"))
     assert rough.until_next(4.0) == 6.0
     rough.tend(10.0)
     assert rough.until_next(11.0) == 4.0
     rough.tend(15.0)
     assert rough.until_next(20.0) == 80.0
     assert not rough.over(999.0) and rough.over(1000.0)
-    assert isinstance(rough.struck[0], InflictedFault) and rough.struck[0].at == 10.0
+    assert isinstance(rough.inflicted[0], InflictedFault) and rough.inflicted[0].at == 10.0
