@@ -1,7 +1,7 @@
 """Pretraining one model across datacenters: regions, an aggregation server, and the command
 `diloco`.
 
-    __main__.py  `python -m diloco_cli` is `diloco`
+    __main__.py  where `diloco` and `python -m diloco_cli` start
     assemble.py  the composition root: a run spec becomes live objects
     bench/       Benchmarks, baselines and experiments; nothing of the product imports this but …
     chaos/       Faults inflicted on a real run, and what they cost

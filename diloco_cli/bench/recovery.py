@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.observe.event_reader import EVERYTHING, newest_id
 from diloco_cli.observe.events import Event, read_events
 from diloco_cli.run.folder import address_of
+from diloco_cli.run.scaffold import TEMPLATES
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.worker.mailbox import Mailbox
@@ -146,10 +148,7 @@ def _region(folder: Path, spec: RunSpec, say: Say) -> Iterator[RecoveringRegion]
 
 def _spec(model: str) -> RunSpec:
     """One region of a template that never ends."""
-    from importlib import resources
-
-    source = resources.files("diloco_cli") / "cli" / "templates" / f"{model}.yaml"
-    with resources.as_file(source) as path:
+    with resources.as_file(TEMPLATES / "pipelines" / f"{model}.yaml") as path:
         spec = load_run(path, ["budget.tokens=1000000000000"]).spec
     return spelled_out(spec.model_copy(update={"regions": spec.regions[:1]}))
 

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from diloco_cli.run.scaffold import pipeline
 
 GOAL_SECONDS = 0.4
 
@@ -23,8 +24,7 @@ def start_figures(*, times: int) -> list[dict[str, Any]]:
     """Measures the starts of the light commands beside that of a bare interpreter."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
         spec = Path(name) / "run.yaml"
-        source = resources.files("diloco_cli") / "cli" / "templates" / "quickstart.yaml"
-        spec.write_text(source.read_text())
+        spec.write_text(pipeline("quickstart"))
         commands = {
             "diloco --help": ["-m", "diloco_cli", "--help"],
             "diloco validate": ["-m", "diloco_cli", "validate", str(spec)],

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import typer
 
 from diloco_cli.cli import bench, certs, chaos, doctor, plan, run, simulate, spec
-from diloco_cli.cli.interpreter import refuse_old_python
 from diloco_cli.errors import DilocoError
 from diloco_cli.system import logs
 
@@ -71,7 +70,6 @@ doctor.register(app)
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command; the one place where our errors become text and an exit code."""
-    refuse_old_python()
     code = _exit_code(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         # Before it ends, Python searches everything it ever loaded for garbage: 60 of the

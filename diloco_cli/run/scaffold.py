@@ -21,6 +21,7 @@ from diloco_cli.errors import SpecError
 from diloco_cli.registry import nearest
 from diloco_cli.spec.yaml_source import scalar
 
+TEMPLATES = resources.files("diloco_cli") / "run" / "templates"
 PORT = 7350
 IGNORED = "# What runs leave behind, and secrets.\nruns/\ncerts/\n"
 
@@ -50,8 +51,13 @@ class PlannedFile:
 
 def templates() -> list[str]:
     """Lists the pipelines a run can start from."""
-    files = (resources.files("diloco_cli") / "cli" / "templates").iterdir()
+    files = (TEMPLATES / "pipelines").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def pipeline(name: str) -> str:
+    """Gives the text of one of them."""
+    return (TEMPLATES / "pipelines" / f"{name}.yaml").read_text("utf-8")
 
 
 def compose(folder: Path, template: str, regions: Sequence[str]) -> list[PlannedFile]:
@@ -107,7 +113,7 @@ def _spec_text(folder: Path, template: str, regions: Sequence[str]) -> str:
             f"There is no template called {template!r}.",
             hint=nearest(template, templates(), "Templates"),
         )
-    text = HEADER.replace("TEMPLATE", template) + _template(f"{template}.yaml").partition("\n")[2]
+    text = HEADER.replace("TEMPLATE", template) + pipeline(template).partition("\n")[2]
     name = folder.resolve().name
     if _NAME.fullmatch(name):
         text = re.sub(r"^name: .*$", f"name: {_quoted(name)}", text, count=1, flags=re.MULTILINE)
@@ -133,8 +139,4 @@ def _region_script(region: str) -> str:
 
 
 def _script(name: str) -> str:
-    return _template(name).replace("PORT", str(PORT))
-
-
-def _template(name: str) -> str:
-    return (resources.files("diloco_cli") / "cli" / "templates" / name).read_text("utf-8")
+    return (TEMPLATES / name).read_text("utf-8").replace("PORT", str(PORT))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco_cli import __main__ as entry
 from diloco_cli.cli import app as boundary
-from diloco_cli.cli import interpreter
 from diloco_cli.errors import LinkError, QuorumLost, SpecError, StoreError, WireError
 
 
@@ -125,7 +125,7 @@ def test_a_reader_that_leaves_early_is_no_error(say: str):
 
 def test_an_old_python_is_told_so(capsys):
     with pytest.raises(SystemExit) as ended:
-        interpreter.refuse_old_python((3, 9, 18))
+        entry.refuse_old_python((3, 9, 18))
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("error: diloco needs Python 3.11 or newer, this is 3.9 (")
@@ -143,15 +143,15 @@ def test_the_entry_asks_before_it_imports_anything_new():
     assert ended.stderr.startswith("error: diloco needs Python 3.11 or newer, this is 3.9")
 
 
-@pytest.mark.parametrize("name", ["__init__.py", "__main__.py", "cli/__init__.py"])
+@pytest.mark.parametrize("name", ["__init__.py", "__main__.py"])
 def test_what_runs_before_that_question_is_readable_to_an_old_python(name: str):
-    package = Path(interpreter.__file__).parent.parent
-    for file in (package / name, package / "cli" / "interpreter.py"):
-        tree = ast.parse(file.read_text(), feature_version=(3, 4))
-        modules = [
-            alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
-        ]
-        assert set(modules) <= {"sys"}
+    file = Path(entry.__file__).with_name(name)
+    tree = ast.parse(file.read_text(), feature_version=(3, 4))
+    modules = [
+        alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
+    ]
+    assert set(modules) <= {"sys"}
+    assert not any(isinstance(node, ast.ImportFrom) for node in tree.body)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")

@@ -15,6 +15,7 @@ from diloco_cli.assemble import load_run, resolve, spelled_out
 from diloco_cli.core.fragments import Fragment, gather, scatter
 from diloco_cli.merge.outer_optimizers import outer_step
 from diloco_cli.merge.rules import weight
+from diloco_cli.run.scaffold import TEMPLATES
 from diloco_cli.wire.codecs import Codec
 from diloco_cli.worker.engines.jax_engine import fetch, place
 from diloco_cli.worker.trainer.task import Task, prepare
@@ -22,8 +23,7 @@ from diloco_cli.worker.trainer.task import Task, prepare
 
 def quickstart_round(rounds: int = 6) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Gives the vectors that go up, and those that go down, in the last of some rounds."""
-    template = resources.files("diloco_cli.cli") / "templates" / "quickstart.yaml"
-    with resources.as_file(template) as path:
+    with resources.as_file(TEMPLATES / "pipelines" / "quickstart.yaml") as path:
         spec = spelled_out(load_run(path).spec)
     parts = resolve(spec)
     regions = [_Region(prepare(spec, region.name), parts.up) for region in spec.regions]
