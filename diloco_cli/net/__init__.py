@@ -1,10 +1,12 @@
-"""The client side of the HTTP API: typed calls in, retried requests out. Start with client.py.
+"""The client side of the HTTP API: typed calls in, retried HTTP/2 requests out.
 
-backends.py     pyreqwest's HTTP/2 as a transport of httpx, with its edges filed off
-carriers.py     what puts requests on the line: httpx's own HTTP/2, or pyreqwest's
-client.py       everything one may ask a server, as typed calls
-connection.py   bytes to the server and back over HTTP/2, whatever the link does meanwhile
-credentials.py  who we are to a server, and whether it is the server we mean
-refusal.py      what a server's "no" means on this side: one exception for each thing one …
-transfer/       Large bodies to and from the server
+Start with client.py.
+
+    client.py       the calls of the API, typed
+    options.py      how a client talks to its server: backends, time-outs, retries, parts
+    connection.py   calls over HTTP/2 with retries
+    backends.py     the two HTTP/2 implementations: httpx's own, and pyreqwest's
+    credentials.py  certificates and token that a client shows, and what TLS failures mean
+    refusal.py      one exception for each thing a client can do about a refusal
+    transfer/       large bodies: in parts, resumable, over several connections
 """

@@ -1,11 +1,15 @@
-"""pyreqwest's HTTP/2 as a transport of httpx, with its edges filed off.
+"""The two HTTP/2 implementations that carry requests: httpx's own, and pyreqwest's.
 
-What differs from the transport as it ships: failures in the middle of a body arrive as
-httpx errors, a time-out is called one, a connection that broke is not called one that
-could not be made, the limit on a request is one deadline, closing closes the connection,
-the `host` header stays away (HTTP/2 says it in `:authority`; some proxies answer 400 to
-both), and a body is copied once less on either way: a part is sent from where it lies, and
-what arrives can be had as it arrived.
+Both are transports of httpx: they take an `httpx.Request` and return an `httpx.Response` whose
+body is still to come. A `Connection` calls its transport directly: `httpx.Client` would add
+cookies, redirects, authentication and a log line for each request, none of which is wanted, and
+half as much processor time again for a short call.
+
+`PyreqwestTransport` differs from the transport that pyreqwest ships: failures in the middle of a
+body are httpx errors, a time-out is reported as one, a connection that broke is not reported as
+one that could not be made, the limit on a request is one deadline, closing closes the connection,
+the `host` header is left out (HTTP/2 has `:authority`; some proxies answer 400 to both), and
+bodies are copied once less in either direction.
 """
 
 from __future__ import annotations
@@ -20,41 +24,79 @@ from pyreqwest.exceptions import ConnectError, PyreqwestError, RequestTimeoutErr
 from pyreqwest.request import SyncRequestBuilder, SyncStreamRequest
 from pyreqwest.response import SyncResponse
 
-from diloco_cli.net.carriers import ARRIVED, WHOLE
-from diloco_cli.net.credentials import NOBODY, Credentials
+from diloco_cli.net.credentials import Credentials
+from diloco_cli.net.options import Backend, Options, Timeouts
+
+BODY, PIECES = "diloco-body", "diloco-pieces"
+"""Extensions for bodies that are not copied: a request's body as it lies in memory, and a
+function that yields the pieces of a response as they arrived."""
+
+STREAM_WINDOW_BYTES = 64 << 20
+CONNECTION_WINDOW_BYTES = 128 << 20
+"""Bytes on the way before an acknowledgement: at 100 ms, 64 MiB are 5 Gbit/s."""
 
 FRAME_BYTES = 1 << 18
 SHORT_BYTES = 1 << 16
-"""A body said to be no longer is taken in one go; HTTP lets no server send more than it said."""
+"""A body whose declared length is at most this is read at once; HTTP lets no server send more
+than it declared."""
+
+
+def make_transport(url: str, backend: Backend, options: Options) -> httpx.BaseTransport:
+    """Makes an HTTP/2 transport for `url`; proxy settings of the environment do not apply."""
+    tls = url.startswith("https://")
+    if backend == "pyreqwest":
+        return PyreqwestTransport.connect(options.timeouts, options.credentials, tls=tls)
+    return httpx.HTTPTransport(
+        http1=tls,  # Over TLS the two sides negotiate a version.
+        http2=True,
+        # Loading certificates that are not needed takes 50 ms.
+        verify=options.credentials.context() if tls else False,
+        trust_env=False,
+    )
+
+
+def make_httpx_client(url: str, options: Options) -> httpx.Client:
+    """Makes a plain httpx client with our transport and headers, to look at a server's answers."""
+    timeouts = options.timeouts
+    return httpx.Client(
+        base_url=url,
+        headers=default_headers(url, options.credentials),
+        timeout=httpx.Timeout(timeouts.answer, connect=timeouts.connect),
+        transport=make_transport(url, "httpx", options),
+        trust_env=False,
+    )
+
+
+def default_headers(url: str, credentials: Credentials) -> dict[str, str]:
+    """The headers of every request to `url`; refuses to send a token unencrypted."""
+    credentials.check(url)
+    # Frames and weights are compressed already or do not compress.
+    encoding = {"accept-encoding": "identity"}
+    return {"accept": "*/*", **encoding, "user-agent": "diloco", **credentials.headers}
 
 
 class PyreqwestTransport(SyncHttpxTransport):
     @classmethod
     def connect(
-        cls,
-        *,
-        prior_knowledge: bool,
-        connect: timedelta,
-        probe: timedelta,
-        stream_window: int,
-        connection_window: int,
-        identity: Credentials = NOBODY,
+        cls, timeouts: Timeouts, credentials: Credentials, *, tls: bool
     ) -> PyreqwestTransport:
-        """Makes a transport that notices by itself when the other end is gone."""
+        """Makes a transport that notices by itself when the server is gone."""
         builder = SyncClientBuilder()
-        builder = builder.http2_prior_knowledge() if prior_knowledge else builder.http2(True)
-        builder = builder.no_proxy().follow_redirects(False).connect_timeout(connect)
+        builder = builder.http2(True) if tls else builder.http2_prior_knowledge()
+        builder = builder.no_proxy().follow_redirects(False)
+        builder = builder.connect_timeout(timedelta(seconds=timeouts.connect))
         builder = builder.gzip(False).deflate(False).brotli(False).zstd(False)
-        builder = builder.http2_initial_stream_window_size(stream_window)
-        builder = builder.http2_initial_connection_window_size(connection_window)
+        builder = builder.http2_initial_stream_window_size(STREAM_WINDOW_BYTES)
+        builder = builder.http2_initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         builder = builder.http2_max_frame_size(FRAME_BYTES)
+        probe = timedelta(seconds=timeouts.probe)
         builder = builder.http2_keep_alive_interval(probe).http2_keep_alive_timeout(2 * probe)
-        if not prior_knowledge:
+        if tls:
             builder = builder.min_tls_version("TLSv1.3")
-        if root := identity.root_pem:
+        if root := credentials.root_pem:
             builder = builder.add_root_certificate_pem(root)
-        if own := identity.own_pem:
-            builder = builder.identity_pem(own)
+        if client := credentials.client_pem:
+            builder = builder.identity_pem(client)
         return cls(builder.build())
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -65,20 +107,20 @@ class PyreqwestTransport(SyncHttpxTransport):
             builder = self._client.request(request.method, str(request.url)).headers(headers)
             if seconds:
                 builder = builder.timeout(timedelta(seconds=seconds))
-            sending = self._map_body(builder, request).build_streamed()
-            found = sending.__enter__()
+            exchange = self._map_body(builder, request).build_streamed()
+            response = exchange.__enter__()
         except PyreqwestError as error:
-            raise _unanswered(error, request) from error
-        stream = _Stream(sending, found, request)
+            raise _without_response(error, request) from error
+        stream = _Stream(exchange, response, request)
         return httpx.Response(
-            found.status,
-            headers=list(found.headers.items()),
+            response.status,
+            headers=list(response.headers.items()),
             stream=stream,
-            extensions={ARRIVED: stream.views},
+            extensions={PIECES: stream.pieces},
         )
 
     def _map_body(self, builder: SyncRequestBuilder, request: httpx.Request) -> SyncRequestBuilder:
-        body = request.extensions.get(WHOLE)
+        body = request.extensions.get(BODY)
         return super()._map_body(builder, request) if body is None else builder.body_bytes(body)
 
     def close(self) -> None:
@@ -88,48 +130,48 @@ class PyreqwestTransport(SyncHttpxTransport):
 
 
 class _Stream(httpx.SyncByteStream):
-    """A body whose failures are httpx errors."""
+    """A response body whose failures are httpx errors."""
 
     def __init__(
-        self, sending: SyncStreamRequest, response: SyncResponse, request: httpx.Request
+        self, exchange: SyncStreamRequest, response: SyncResponse, request: httpx.Request
     ) -> None:
-        self._sending, self._reader = sending, response.body_reader
-        self._request, self._length = request, _length(request, response)
+        self._exchange, self._reader = exchange, response.body_reader
+        self._request, self._length = request, _content_length(request, response)
 
     def __iter__(self) -> Iterator[bytes]:
-        return map(bytes, self.views())
+        return map(bytes, self.pieces())
 
-    def views(self) -> Iterator[memoryview]:
-        """The pieces as they arrived, each where it was put."""
-        found = 0
+    def pieces(self) -> Iterator[memoryview]:
+        """The body as it arrived, uncopied."""
+        length = 0
         try:
             if self._length is not None and self._length <= SHORT_BYTES:
                 yield memoryview(piece := self._reader.bytes())
-                found = len(piece)
+                length = len(piece)
             else:
                 while (piece := self._reader.read_chunk()) is not None:
-                    found += len(piece)
+                    length += len(piece)
                     yield memoryview(piece)
         except PyreqwestError as error:
             raise _translated(error, self._request) from error
-        # A stream that a server gives up with a goodbye ends here like one that is complete.
-        if self._length is not None and found < self._length:
-            said = f"{found} of {self._length} bytes arrived"
-            raise httpx.ReadError(said, request=self._request)
+        # A stream that the server ended with GOAWAY looks like a complete one.
+        if self._length is not None and length < self._length:
+            message = f"{length} of {self._length} bytes arrived"
+            raise httpx.ReadError(message, request=self._request)
 
     def close(self) -> None:
-        self._sending.__exit__(None, None, None)
+        self._exchange.__exit__(None, None, None)
 
 
-def _length(request: httpx.Request, response: SyncResponse) -> int | None:
-    """How long the body is said to be, where there is one."""
-    said = response.get_header("content-length") or ""
-    bare = response.status in (204, 304) or request.method == "HEAD"
-    return None if bare or not said.isdecimal() else int(said)
+def _content_length(request: httpx.Request, response: SyncResponse) -> int | None:
+    """The declared length of the body, if there is a body."""
+    header = response.get_header("content-length") or ""
+    empty = response.status in (204, 304) or request.method == "HEAD"
+    return None if empty or not header.isdecimal() else int(header)
 
 
-def _unanswered(error: PyreqwestError, request: httpx.Request) -> httpx.RequestError:
-    """Why there is no answer."""
+def _without_response(error: PyreqwestError, request: httpx.Request) -> httpx.RequestError:
+    """The httpx error for a request that got no response."""
     if isinstance(error, ConnectError):
         kind = httpx.WriteError if _was_connected(error) else httpx.ConnectError
         return kind(error.message, request=request)
@@ -137,13 +179,13 @@ def _unanswered(error: PyreqwestError, request: httpx.Request) -> httpx.RequestE
 
 
 def _was_connected(error: ConnectError) -> bool:
-    """Whether it is a connection that broke while a request was sent; the name tells nothing."""
+    """Whether a connection broke while a request was sent; the error's class does not tell."""
     causes = " ".join(str(cause) for cause in (error.details or {}).get("causes") or ())
-    # Reset before the first byte was taken, a request counts as cancelled, not as sent.
+    # A request whose connection was reset before its first byte counts as cancelled, not as sent.
     return "SendRequest" in causes or "Canceled" in causes
 
 
 def _translated(error: PyreqwestError, request: httpx.Request) -> httpx.RequestError:
-    # What ran out may be the time for connecting or the deadline; a time-out is all we know.
+    # Whether the time to connect or the whole deadline ran out is not known.
     kind = httpx.ReadTimeout if isinstance(error, RequestTimeoutError) else httpx.ReadError
     return kind(error.message, request=request)

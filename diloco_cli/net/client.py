@@ -1,16 +1,16 @@
-"""Everything one may ask a server, as typed calls.
+"""The calls of the HTTP API, typed.
 
     control (short, waiting)   run, join, heartbeat, calls, latest, status, stop, events
     bulk (frames, weights)     submit, whole, chain, weights
 
-A refusal by the server becomes an exception with the server's own words and hint. What
-the protocol treats as an answer is returned as one: the fate of a contribution is an
+A refusal by the server becomes an exception with the server's own message and hint. What
+the protocol treats as an answer is returned as one: the decision on a contribution is an
 `Answer`, no news within the waiting time is None, and so is a chain the server no longer has.
 
-Long bodies travel in parts and ranges over several connections and go on where they broke
+Long bodies travel in parts and ranges over several connections and resume where they broke
 off. Control calls have a connection of their own, so that they never wait behind a body.
 
-A `Client` keeps its connections to itself: use one in each thread.
+A `Client` is not shared between threads: use one in each.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from typing import Any, TypeVar
 import httpx
 
 from diloco_cli.errors import StoreError, WireError
-from diloco_cli.net.connection import Carrier, Connection, Retry, Timeouts
-from diloco_cli.net.credentials import NOBODY, Credentials
+from diloco_cli.net.connection import Connection
+from diloco_cli.net.options import Options
 from diloco_cli.net.refusal import FencedError, Gone, Held, OlderCopy, other_wire, read, refusal
 from diloco_cli.net.transfer.bodies import Transfer
-from diloco_cli.net.transfer.throughput import MOST_LANES, PART_BYTES
 from diloco_cli.wire import messages
 from diloco_cli.wire.frame import Frame, most_bytes, open_frame, read_chain
 from diloco_cli.wire.messages import (
@@ -58,56 +57,38 @@ MOST_ANSWER_BYTES = 16 << 20
 """The longest JSON document that is read; a status of thousands of regions is shorter."""
 
 JSON = {"content-type": "application/json"}
+DEFAULTS = Options()
 
 
 class Client:
-    """The aggregation server at `url`."""
+    """A client of the aggregation server at `url`."""
 
     def __init__(
         self,
         url: str,
+        options: Options = DEFAULTS,
         *,
         run: str = "",
         stop: threading.Event | None = None,
-        timeouts: Timeouts | None = None,
-        retry: Retry | None = None,
-        carrier: Carrier = "pyreqwest",
-        control: Carrier = "httpx",
-        part_bytes: int = PART_BYTES,
-        lanes: int = MOST_LANES,
-        rate_limit: float | None = None,
         say: Callable[[str], None] | None = None,
-        identity: Credentials = NOBODY,
     ) -> None:
         """Opens no connection yet. `run` is the run's id; `run()` learns it when left out.
 
-        Bodies longer than `part_bytes` travel over up to `lanes` connections. `rate_limit` is
-        the most that uploads may take, in bits a second. `say` is told what is derived from
-        the first measurement of the link. `control` carries the short calls: httpx is there
-        sooner, pyreqwest takes half the processor time for each.
+        When `stop` is set, no call waits for another try. `say` is told what is derived from
+        the first measurement of the link.
         """
-        self.timeouts = timeouts or Timeouts()
+        self.timeouts = options.timeouts
         self._run_id = run
-        self._about: Run | None = None
-        options: dict[str, Any] = {"timeouts": self.timeouts, "retry": retry, "stop": stop}
-        options["identity"] = identity
-        self._control = Connection(url, bulk=control == "pyreqwest", carrier=control, **options)
-        self._freight = Transfer(
-            url,
-            carrier=carrier,
-            part_bytes=part_bytes,
-            lanes=lanes,
-            rate_limit=rate_limit,
-            say=say,
-            **options,
-        )
-        self.up, self.down = self._freight.up, self._freight.down
-        """What is known about the link in each direction."""
+        self._run: Run | None = None
+        self._control = Connection(url, options, options.control_backend, stop=stop)
+        self._transfer = Transfer(url, options, stop=stop, say=say)
+        self.up, self.down = self._transfer.up, self._transfer.down
+        """The throughput measured in each direction."""
         self.url = self._control.url
 
     def close(self) -> None:
         self._control.close()
-        self._freight.close()
+        self._transfer.close()
 
     def __enter__(self) -> Client:
         return self
@@ -119,22 +100,22 @@ class Client:
 
     def run(self) -> Run:
         """Says which run this is and what every region must share."""
-        about = self._ask("GET", messages.RUN, Run)
-        if about.wire != WIRE_VERSION:
-            raise other_wire(self.url, about.wire)
-        self._run_id = self._run_id or about.run
-        self._about = about
-        return about
+        run = self._ask("GET", messages.RUN, Run)
+        if run.wire != WIRE_VERSION:
+            raise other_wire(self.url, run.wire)
+        self._run_id = self._run_id or run.run
+        self._run = run
+        return run
 
     def join(
         self, region: str, *, owner: str, boot: int, spec_digest: str, layout_digest: str
     ) -> Joined:
         """Takes the region's lease; raises Held, OlderCopy or SpecError when it may not."""
-        asked = Join(owner=owner, boot=boot, spec_digest=spec_digest, layout_digest=layout_digest)
-        return self._ask("POST", messages.join_path(region), Joined, asked)
+        body = Join(owner=owner, boot=boot, spec_digest=spec_digest, layout_digest=layout_digest)
+        return self._ask("POST", messages.join_path(region), Joined, body)
 
     def heartbeat(self, region: str, report: Heartbeat | Mapping[str, Any]) -> News:
-        """Reports how the region is doing and returns what is new; raises Fenced."""
+        """Reports how the region is doing and returns what is new; raises FencedError."""
         if not isinstance(report, Heartbeat):
             report = parse(Heartbeat, json.dumps(report).encode())
         return self._ask("POST", messages.heartbeat_path(region), News, report)
@@ -168,16 +149,16 @@ class Client:
         headers = {**self.headers(), "accept": "text/event-stream"}
         if after:
             headers["last-event-id"] = after
-        told: dict[str, str] = {}
+        fields: dict[str, str] = {}
         for line in self._control.stream(messages.EVENTS, headers=headers, silence=silence):
             key, _, value = line.partition(":")
             value = value.removeprefix(" ")
-            if not line and "data" in told:
-                yield {**json.loads(told.pop("data")), "id": told.get("id", "")}
-            elif key == "data" and key in told:
-                told[key] += "\n" + value
+            if not line and "data" in fields:
+                yield {**json.loads(fields.pop("data")), "id": fields.get("id", "")}
+            elif key == "data" and key in fields:
+                fields[key] += "\n" + value
             elif key in ("id", "data"):
-                told[key] = value
+                fields[key] = value
 
     # Bulk
 
@@ -191,10 +172,10 @@ class Client:
         *,
         epoch: int,
     ) -> Answer:
-        """Hands over a contribution, once however often it is tried, and returns its fate."""
+        """Uploads a contribution and returns the server's decision; retries have no effect."""
         path = messages.contribution_path(fragment, region, base, clock)
         headers = {**self.headers(), EPOCH_HEADER: str(epoch)}
-        return self._freight.send(path, frame, self.answer, headers=headers)
+        return self._transfer.send(path, frame, self.answer, headers=headers)
 
     def whole(self, fragment: int, version: int) -> Frame:
         """Fetches one version of a fragment; raises Gone when the server has dropped it."""
@@ -237,19 +218,19 @@ class Client:
 
         The file appears under its name only when it is complete and readable.
         """
-        size = 4 * sum((self._about or self.run()).fragments)
+        size = 4 * sum((self._run or self.run()).fragments)
         draft = out.with_name(out.name + ".draft")
         headers = self.headers()
 
         def receive(response: httpx.Response) -> dict[str, str]:
-            again = response.status_code == 206
-            with draft.open("ab" if again else "wb") as file:
+            resumed = response.status_code == 206
+            with draft.open("ab" if resumed else "wb") as file:
                 try:
                     for piece in response.iter_raw():
                         file.write(piece)
                 finally:
-                    # The next try, should there be one, goes on here; if the weights are
-                    # others by then, the server sends them from their beginning.
+                    # The next try resumes here; if the weights have changed by then, the server
+                    # sends them from the beginning.
                     if etag := response.headers.get("etag", ""):
                         headers.update({"range": f"bytes={file.tell()}-", "if-range": etag})
             try:
@@ -259,7 +240,7 @@ class Client:
                 raise
 
         try:
-            metadata = self._freight.lane(0).call(
+            metadata = self._transfer.lane(0).call(
                 "GET",
                 messages.weights_path(version),
                 receive,
@@ -278,7 +259,7 @@ class Client:
     # Shared
 
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """The headers of every request."""
         run = {RUN_HEADER: self._run_id} if self._run_id else {}
         return {**run, WIRE_HEADER: str(WIRE_VERSION)}
 
@@ -293,8 +274,8 @@ class Client:
 
     def _wait(self, path: str, kind: type[M], wait: float) -> M | None:
         def receive(response: httpx.Response) -> M | None:
-            said = read(self.url, response, MOST_ANSWER_BYTES)
-            return None if response.status_code == 204 else parse(kind, said)
+            body = read(self.url, response, MOST_ANSWER_BYTES)
+            return None if response.status_code == 204 else parse(kind, body)
 
         # A server that does not know `wait` answers after its own time.
         seconds = max(wait, LONG_POLL_SECONDS) + self.timeouts.answer
@@ -302,47 +283,46 @@ class Client:
 
     def _document(self, method: str, path: str) -> dict[str, Any]:
         def receive(response: httpx.Response) -> dict[str, Any]:
-            said = read(self.url, response, MOST_ANSWER_BYTES)
+            body = read(self.url, response, MOST_ANSWER_BYTES)
             try:
-                return dict(json.loads(said))
+                return dict(json.loads(body))
             except (ValueError, TypeError):
                 raise WireError(f"{self.url}{path} did not answer with a JSON object.") from None
 
         return self._control.call(method, path, receive, headers=self.headers())
 
     def answer(self, response: httpx.Response) -> Answer:
-        """Reads what became of a contribution."""
-        said = read(self.url, response, MOST_ANSWER_BYTES)
+        """Parses the server's decision on a contribution."""
+        body = read(self.url, response, MOST_ANSWER_BYTES)
         if response.is_success:
-            return parse(Answer, said)
-        error, beside = parse_error(said) or (None, {})
-        if error is None or "fate" not in beside:
-            raise refusal(self.url, response.status_code, said)
-        return parse(Answer, json.dumps({"why": error.message, **beside}).encode())
+            return parse(Answer, body)
+        error, fields = parse_error(body) or (None, {})
+        if error is None or "fate" not in fields:
+            raise refusal(self.url, response.status_code, body)
+        return parse(Answer, json.dumps({"why": error.message, **fields}).encode())
 
     def fetch(self, path: str, receive: Callable[[memoryview], T], *, most: int) -> T:
         """Fetches bytes that never change; what `receive` refuses is fetched again."""
-        return self._freight.fetch(path, receive, most=most, headers=self.headers())
+        return self._transfer.fetch(path, receive, most=most, headers=self.headers())
 
     def lane(self, number: int) -> Connection:
         """One of the connections for bodies."""
-        return self._freight.lane(number)
+        return self._transfer.lane(number)
 
     def _size(self, fragment: int) -> int:
-        sizes = (self._about or self.run()).fragments
+        sizes = (self._run or self.run()).fragments
         if not 0 <= fragment < len(sizes):
             raise Gone(f"There is no fragment {fragment}; the run has {len(sizes)}.")
         return sizes[fragment]
 
     def _expect(self, frame: Frame, kind: str, fragment: int, version: int) -> None:
-        about = self._about or self.run()
-        found = frame.header
-        said = (found.kind, found.run, found.layout, found.fragment, found.version)
-        if said != (kind, about.run, about.layout_digest, fragment, version):
+        run, header = self._run or self.run(), frame.header
+        received = (header.kind, header.run, header.layout, header.fragment, header.version)
+        if received != (kind, run.run, run.layout_digest, fragment, version):
             raise WireError(
-                f"{self.url} sent a {found.kind} of fragment {found.fragment}, version "
-                f"{found.version} of run {found.run}, where a {kind} of fragment {fragment}, "
-                f"version {version} of run {about.run} was asked for."
+                f"{self.url} sent a {header.kind} of fragment {header.fragment}, version "
+                f"{header.version} of run {header.run}, where a {kind} of fragment {fragment}, "
+                f"version {version} of run {run.run} was asked for."
             )
 
 

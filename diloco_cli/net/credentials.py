@@ -1,14 +1,14 @@
-"""Who we are to a server, and whether it is the server we mean.
+"""TLS certificates and the token that a client shows, and what TLS failures mean.
 
 A bundle is a folder that `diloco certs issue` wrote:
 
-    ca.pem       whom to believe; without it, whom this host believes anyway
-    client.pem   the certificate that opens the connection, with client.key
-    token        says who is asking
+    ca.pem       the authority to trust; without it, those that this host trusts
+    client.pem   the client certificate, with client.key
+    token        says which region or operator is asking
 
-Both carriers take the same `Credentials`. What goes wrong in the handshake becomes a sentence
-here: a server that cannot be believed is `Untrusted` and may be mended while a region
-trains on; a certificate of ours that the server refuses is for a person to look at.
+Both backends take the same `Credentials`. A failed handshake becomes one of two errors: a server
+that cannot be trusted is `Untrusted`, which may be repaired while a region trains on; a client
+certificate that the server refuses needs a person.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LONGEST_TOKEN = 512
 
 
 class Untrusted(LinkError):
-    """The server shows a certificate that must not be believed."""
+    """The server shows a certificate that must not be trusted."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What to show a server, and what it has to show us."""
+    """What the client shows a server, and which authority it trusts."""
 
     token: str = field(default="", repr=False)
     ca: Path | None = None
@@ -50,13 +50,13 @@ class Credentials:
         return _read(self.ca) if self.ca else None
 
     @property
-    def own_pem(self) -> bytes | None:
+    def client_pem(self) -> bytes | None:
         if self.certificate is None or self.key is None:
             return None
         return _read(self.key) + _read(self.certificate)
 
     def context(self) -> ssl.SSLContext:
-        """Makes the TLS settings for Python's own TLS."""
+        """Makes the settings for Python's own TLS."""
         context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         if self.certificate and self.key:
@@ -67,10 +67,10 @@ class Credentials:
         return context
 
     def check(self, url: str) -> None:
-        """Refuses to say a secret where others can hear it."""
+        """Refuses to send a token unencrypted to another host."""
         if self.token and not url.startswith("https://") and not _is_this_host(url):
             raise SpecError(
-                f"{url} is not encrypted; a token sent there could be read on the way.",
+                f"{url} is not encrypted; a token sent there could be read in transit.",
                 hint="Use the https:// URL that the server printed, or a tunnel to 127.0.0.1.",
             )
 
@@ -79,10 +79,10 @@ NOBODY = Credentials()
 """Enough for a server on the loopback address."""
 
 
-def identify(
+def load_credentials(
     bundle: Path | None, *, token: str = "", token_file: Path | None = None
 ) -> Credentials:
-    """Reads a bundle; a token given otherwise is taken instead of the one in it."""
+    """Reads a bundle; `token` or `token_file` replaces the token in it."""
     if bundle is None:
         return Credentials(token=token or (read_token(token_file) if token_file else ""))
     if not bundle.is_dir():
@@ -91,15 +91,15 @@ def identify(
             hint="`diloco certs issue` on the server's host makes it; copy it here, or name "
             "another one with --certs.",
         )
-    own, key, ca = bundle / "client.pem", bundle / "client.key", bundle / "ca.pem"
+    certificate, key, ca = bundle / "client.pem", bundle / "client.key", bundle / "ca.pem"
     if not token and (token_file or (bundle / "token").exists()):
         token = read_token(token_file or bundle / "token")
-    there = own.exists() and key.exists()
+    complete = certificate.exists() and key.exists()
     return Credentials(
         token=token,
         ca=ca if ca.exists() else None,
-        certificate=own if there else None,
-        key=key if there else None,
+        certificate=certificate if complete else None,
+        key=key if complete else None,
     )
 
 
@@ -107,14 +107,14 @@ def read_token(path: Path) -> str:
     """Reads a token from a file that only its owner may read."""
     try:
         text = path.read_text("ascii").strip()
-        open_to_others = path.stat().st_mode & 0o077
+        readable_by_others = path.stat().st_mode & 0o077
     except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or "it is not plain text"
+        reason = getattr(error, "strerror", None) or "it is not plain text"
         raise SpecError(
-            f"The token in {path} cannot be read: {said}.",
+            f"The token in {path} cannot be read: {reason}.",
             hint="`diloco certs issue` writes it; token_file or DILOCO_TOKEN_FILE names it.",
         ) from None
-    if open_to_others:
+    if readable_by_others:
         raise SpecError(
             f"{path} can be read by other users of this host.", hint=f"chmod 600 {path}"
         )
@@ -122,7 +122,7 @@ def read_token(path: Path) -> str:
 
 
 def checked_token(text: str, where: str) -> str:
-    """Returns a token that can stand in a header, without ever quoting it."""
+    """Returns a token that is valid in a header; errors never quote it."""
     if not text or len(text) > LONGEST_TOKEN or not text.isascii() or not text.isprintable():
         raise SpecError(
             f"What {where} holds is not a token.",
@@ -133,7 +133,7 @@ def checked_token(text: str, where: str) -> str:
     return text
 
 
-def named_token(variable: str) -> str:
+def token_from_environment(variable: str) -> str:
     """Reads a token from the environment variable that the spec names."""
     if not (text := os.environ.get(variable, "").strip()):
         raise SpecError(
@@ -143,27 +143,29 @@ def named_token(variable: str) -> str:
     return checked_token(text, f"${variable}")
 
 
-def in_handshake(url: str, identity: Credentials, failure: BaseException) -> DilocoError | None:
-    """Says what TLS had against a connection; None if that is not why it failed."""
+def handshake_error(
+    url: str, credentials: Credentials, failure: BaseException
+) -> DilocoError | None:
+    """Says why the TLS handshake failed; None if the connection failed for another reason."""
     if not url.startswith("https://"):
         return None
-    said = _whole(failure)
-    if "CERTIFICATE_VERIFY_FAILED" in said or "invalid peer certificate" in said:
-        return _their_certificate(url, said)
-    if "received fatal alert" not in said and "alert" not in said:
-        # A refusal in TLS 1.3 comes after the client's first words, which may push it out.
-        said = _listen(url, identity)
-    return _our_certificate(url, identity, said)
+    text = _with_causes(failure)
+    if "CERTIFICATE_VERIFY_FAILED" in text or "invalid peer certificate" in text:
+        return _server_certificate_error(url, text)
+    if "alert" not in text:
+        # In TLS 1.3 a refusal comes after the client's first request, whose failure may hide it.
+        text = _read_alert(url, credentials)
+    return _client_certificate_error(url, credentials, text)
 
 
-def _their_certificate(url: str, said: str) -> Untrusted:
+def _server_certificate_error(url: str, text: str) -> Untrusted:
     host = urlsplit(url).hostname
     for signs, what, hint in (
         (
             ("expired",),
             "shows a certificate that has expired",
-            "On the server's host: `diloco certs init`; it is taken up without a restart. Is "
-            "the clock of this host right?",
+            "On the server's host: `diloco certs init`; no restart is needed. Is the clock of "
+            "this host right?",
         ),
         (
             ("not yet valid", "NotValidYet"),
@@ -177,10 +179,10 @@ def _their_certificate(url: str, said: str) -> Untrusted:
             "(`diloco certs show`).",
         ),
     ):
-        if any(sign in said for sign in signs):
+        if any(sign in text for sign in signs):
             return Untrusted(f"{url} {what}.", hint=hint)
     return Untrusted(
-        f"{url} shows a certificate that nobody known here has signed.",
+        f"{url} shows a certificate that no trusted authority has signed.",
         hint="Is it the right server, and ca.pem the one of this run? `diloco certs show` on the "
         "server's host; --certs names the folder with ca.pem.",
     )
@@ -198,10 +200,12 @@ _ALERTS = (
 )
 
 
-def _our_certificate(url: str, identity: Credentials, said: str) -> SpecError | None:
+def _client_certificate_error(
+    url: str, credentials: Credentials, text: str
+) -> SpecError | None:
     for signs, what in _ALERTS:
-        if any(sign in said for sign in signs):
-            shown = identity.certificate or "none was shown"
+        if any(sign in text for sign in signs):
+            shown = credentials.certificate or "none was shown"
             return SpecError(
                 f"{url} {what} ({shown}).",
                 hint="`diloco certs issue` on the server's host makes a new one; name its folder "
@@ -210,15 +214,15 @@ def _our_certificate(url: str, identity: Credentials, said: str) -> SpecError | 
     return None
 
 
-def _listen(url: str, identity: Credentials) -> str:
-    """Opens a connection and says nothing, so that a refusal can be heard."""
-    where = urlsplit(url)
+def _read_alert(url: str, credentials: Credentials) -> str:
+    """Connects without sending a request, so that a TLS alert can be read."""
+    parts = urlsplit(url)
     try:
         with (
             socket.create_connection(
-                (where.hostname or "", where.port or 443), PROBE_SECONDS
+                (parts.hostname or "", parts.port or 443), PROBE_SECONDS
             ) as plain,
-            identity.context().wrap_socket(plain, server_hostname=where.hostname) as secure,
+            credentials.context().wrap_socket(plain, server_hostname=parts.hostname) as secure,
         ):
             secure.settimeout(PROBE_SECONDS / 3)
             with suppress(TimeoutError):
@@ -228,13 +232,13 @@ def _listen(url: str, identity: Credentials) -> str:
     return ""
 
 
-def _whole(failure: BaseException | None) -> str:
-    """Everything that is said about a failure; the carriers put the reason at the far end."""
-    said = []
-    while failure is not None and len(said) < 8:
-        said.append(f"{failure} {getattr(failure, 'details', '')}")
+def _with_causes(failure: BaseException | None) -> str:
+    """The texts of an error and its causes; backends put the reason at the far end."""
+    texts = []
+    while failure is not None and len(texts) < 8:
+        texts.append(f"{failure} {getattr(failure, 'details', '')}")
         failure = failure.__cause__ or failure.__context__
-    return " ".join(said)
+    return " ".join(texts)
 
 
 def _read(path: Path) -> bytes:

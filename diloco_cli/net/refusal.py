@@ -1,13 +1,13 @@
-"""What a server's "no" means on this side: one exception for each thing one can do about it.
+"""What a refusal by the server means: one exception for each thing the client can do about it.
 
-412                       Fenced       stop training, join again
+412                       FencedError  stop training, join again
 409 held                  Held         wait, join again
 409 older-copy            OlderCopy    take a new owner id, join again
-409 …, 401, 403           SpecError    another run, another spec, not yours: a person must look
+409 …, 401, 403           SpecError    another run or spec, or no permission: a person must look
 404, 410                  Gone         take something newer
 426                       WireError    update one side
 400, 413, 422             WireError    these bytes are wrong
-anything else             LinkError    this is not, or not now, the server one meant
+anything else             LinkError    not a diloco server, or not now
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from __future__ import annotations
 import httpx
 
 from diloco_cli.errors import DilocoError, LinkError, SpecError, StoreError, WireError
-from diloco_cli.net.carriers import ARRIVED
+from diloco_cli.net.backends import PIECES
 from diloco_cli.wire.messages import WIRE_HEADER, WIRE_VERSION, parse_error
 
 MOST_REFUSAL_BYTES = 1 << 20
 
 
 class FencedError(DilocoError):
-    """Another worker speaks for this region now; stop training and join again."""
+    """Another worker holds this region's lease now; stop training and join again."""
 
 
 class Held(DilocoError):
@@ -44,7 +44,7 @@ class Gone(SpecError):
 def read(url: str, response: httpx.Response, most: int) -> bytes:
     """Reads a body that must not be longer than `most` bytes."""
     pieces, length = [], 0
-    for piece in response.extensions.get(ARRIVED, response.iter_raw)():
+    for piece in response.extensions.get(PIECES, response.iter_raw)():
         pieces.append(piece)
         length += len(piece)
         if length > most:
@@ -57,20 +57,20 @@ def read(url: str, response: httpx.Response, most: int) -> bytes:
 
 def refusal(url: str, status: int, body: bytes) -> DilocoError:
     """Says what an answer that is not a success means."""
-    found = parse_error(body)
-    if status == 426 and (found is None or "wire" in found[1]):
-        return other_wire(url, found[1]["wire"] if found else None)
-    if found is None:
+    parsed = parse_error(body)
+    if status == 426 and (parsed is None or "wire" in parsed[1]):
+        return other_wire(url, parsed[1]["wire"] if parsed else None)
+    if parsed is None:
         return LinkError(
             f"{url} answered {status} in words that are not a diloco server's.",
             hint="Is this the server's own address? A proxy may be answering in its place.",
         )
-    error, beside = found
+    error, fields = parsed
     message, hint = error.message, error.hint
     if status == 412:
         return FencedError(message, hint=hint)
     if status == 409 and error.code == "held":
-        seconds = beside.get("retry_seconds")
+        seconds = fields.get("retry_seconds")
         return Held(message, hint=hint, retry_seconds=_positive(seconds, otherwise=1.0))
     if status == 409 and error.code == "older-copy":
         return OlderCopy(message, hint=hint)
@@ -87,12 +87,12 @@ def refusal(url: str, status: int, body: bytes) -> DilocoError:
 
 def other_wire(url: str, theirs: object) -> WireError:
     """The two sides speak different versions."""
-    said = f"wire version {theirs}" if theirs is not None else "another wire version"
+    version = f"wire version {theirs}" if theirs is not None else "another wire version"
     return WireError(
-        f"{url} speaks {said}, this program wire version {WIRE_VERSION} (`{WIRE_HEADER}`).",
+        f"{url} speaks {version}, this program wire version {WIRE_VERSION} (`{WIRE_HEADER}`).",
         hint="Update the older side; a server is updated first.",
     )
 
 
-def _positive(found: object, *, otherwise: float) -> float:
-    return float(found) if isinstance(found, int | float) and found > 0 else otherwise
+def _positive(value: object, *, otherwise: float) -> float:
+    return float(value) if isinstance(value, int | float) and value > 0 else otherwise

@@ -31,15 +31,15 @@ CertsOption = Annotated[
 
 def for_region(spec: RunSpec, name: str, asked: Path | None) -> Credentials:
     """What a worker shows."""
-    from diloco_cli.net.credentials import identify, named_token
+    from diloco_cli.net.credentials import load_credentials, token_from_environment
 
     region = spec.region(name)
     home = asked or (Path(spec.server.certs) / "regions" / name if spec.server.certs else None)
     token, file = _from_environment()
     if not token and not file:
-        token = named_token(region.token_env) if region.token_env else ""
+        token = token_from_environment(region.token_env) if region.token_env else ""
         file = Path(region.token_file).expanduser() if region.token_file else None
-    return identify(home, token=token, token_file=file)
+    return load_credentials(home, token=token, token_file=file)
 
 
 def forget_tokens(spec: RunSpec, name: str) -> None:
@@ -50,26 +50,26 @@ def forget_tokens(spec: RunSpec, name: str) -> None:
 
 def for_asking(found: Target, asked: Path | None) -> Credentials:
     """What somebody who asks for status, stops or pulls shows."""
-    from diloco_cli.net.credentials import identify
+    from diloco_cli.net.credentials import load_credentials
 
     token, file = _from_environment()
     home = asked or (_beside(found.folder) if found.folder else None)
-    return identify(home, token=token, token_file=file)
+    return load_credentials(home, token=token, token_file=file)
 
 
 def for_url(asked: Path | None) -> Credentials:
     """What somebody shows who knows a server's URL and nothing else."""
-    from diloco_cli.net.credentials import identify
+    from diloco_cli.net.credentials import load_credentials
 
     token, file = _from_environment()
-    return identify(asked, token=token, token_file=file)
+    return load_credentials(asked, token=token, token_file=file)
 
 
 def for_run(spec: RunSpec) -> Credentials:
     """What `diloco run` shows to the server that it started."""
-    from diloco_cli.net.credentials import identify
+    from diloco_cli.net.credentials import load_credentials
 
-    return identify(_operator(spec.server.certs))
+    return load_credentials(_operator(spec.server.certs))
 
 
 def _from_environment() -> tuple[str, Path | None]:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diloco_cli.net.credentials import identify
+from diloco_cli.net.credentials import load_credentials
 from diloco_cli.server.access.issue import CredentialFolder
 from tests.live.processes import Live
 
@@ -84,7 +84,7 @@ def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monk
     office.issue("upload", "paris", 30, renew=False)
     run = live({"name": "paris"}, server={"lease": 3.0, "certs": str(office.folder)})
     operator = office.folder / "admins" / "operator"
-    run.identity = identify(operator)
+    run.identity = load_credentials(operator)
     server = run.serve()
     monkeypatch.setenv("DILOCO_TOKEN", (office.folder / "regions/paris/token").read_text())
     agent = run.work("paris")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_cli.net.credentials import Credentials, identify
+from diloco_cli.net.credentials import Credentials, load_credentials
 from diloco_cli.server.http.calls import CALLS
 from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, WIRE_VERSION
 from tests.security.tls_server import Guarded, client, mixed, refused_in_the_handshake, token_of
@@ -60,14 +60,14 @@ def people(guarded: Guarded) -> dict[str, Credentials]:
     expired = vault.made("upload", "iowa", days=-1)
     rome = vault.made("upload", "rome")
     stranger = vault.made("upload", "paris", office=vault.other)
-    revoked = identify(rome)
+    revoked = load_credentials(rome)
     vault.office.revoke("upload", "rome")
     guarded.until("the certificates have changed and are in use")
     return {
         "region": paris,
         "other region": vault.identity("upload", "tokyo"),
         "reader": vault.identity("read", "looker"),
-        "admin": identify(vault.office.folder / "admins" / "operator"),
+        "admin": load_credentials(vault.office.folder / "admins" / "operator"),
         "none": mixed(paris, ""),
         "unknown": mixed(paris, "diloco.trial.paris." + "A" * 43),
         "expired": mixed(paris, token_of(expired)),
@@ -78,7 +78,7 @@ def people(guarded: Guarded) -> dict[str, Credentials]:
         "other CA": Credentials(
             paris.token, paris.ca, stranger / "client.pem", stranger / "client.key"
         ),
-        "expired certificate": mixed(identify(expired), paris.token),
+        "expired certificate": mixed(load_credentials(expired), paris.token),
         "revoked certificate": mixed(revoked, paris.token),
     }
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from diloco_cli.errors import SpecError, StoreError
-from diloco_cli.net.credentials import Credentials, identify
+from diloco_cli.net.credentials import Credentials, load_credentials
 from diloco_cli.server.http.tls_reload import Certificates, refuse_open
 from tests import ROOT, SMALL_SERVER
 from tests.security.tls_server import (
@@ -96,7 +96,7 @@ def test_a_stream_that_was_open_ends_with_the_revocation(running: Guarded):
 
 def test_a_new_server_certificate_is_shown_without_a_restart(running: Guarded):
     office = running.vault.office
-    operator = identify(office.folder / "admins" / "operator")
+    operator = load_credentials(office.folder / "admins" / "operator")
     patiently(lambda: not refused_in_the_handshake(running.url, operator))
     before = _shown(running.url)
     told = running.said.count(CHANGED)
@@ -109,7 +109,7 @@ def test_a_new_server_certificate_is_shown_without_a_restart(running: Guarded):
 
 def test_files_that_cannot_be_used_leave_the_old_ones_in_place(running: Guarded):
     office = running.vault.office
-    operator = identify(office.folder / "admins" / "operator")
+    operator = load_credentials(office.folder / "admins" / "operator")
     (office.folder / "server.pem").write_bytes(b"not a certificate")
     running.until("the new certificates are not used")
     with client(running.url, operator) as asked:

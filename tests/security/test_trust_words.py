@@ -10,7 +10,7 @@ import pytest
 from diloco_cli.errors import DilocoError, SpecError
 from diloco_cli.net.client import Client
 from diloco_cli.net.connection import Carrier, Retry
-from diloco_cli.net.credentials import Credentials, Untrusted, identify, named_token, read_token
+from diloco_cli.net.credentials import Credentials, Untrusted, load_credentials, token_from_environment, read_token
 from diloco_cli.server.access import authority
 from tests.security.tls_server import Guarded, Vault, mixed
 
@@ -47,7 +47,7 @@ def spoiled(
         "our CA": Credentials(
             paris.token, paris.ca, stranger / "client.pem", stranger / "client.key"
         ),
-        "expired": identify(vault.made("upload", "old", days=-1)),
+        "expired": load_credentials(vault.made("upload", "old", days=-1)),
         "no token": mixed(paris, ""),
     }
 
@@ -57,7 +57,7 @@ def spoiled(
     ("which", "kind", "says"),
     [
         ("no certificate", SpecError, "asks for a client certificate (none was shown)"),
-        ("their CA", Untrusted, "nobody known here has signed"),
+        ("their CA", Untrusted, "no trusted authority has signed"),
         ("our CA", SpecError, "does not know who signed this certificate"),
         ("expired", SpecError, "says that this certificate has expired"),
         ("no token", SpecError, "needs a token, none was sent"),
@@ -146,8 +146,8 @@ def test_tokens_come_from_files_of_their_owner_and_named_variables(
             read_token(file)
         assert not bad or bad not in str(refused.value)
     with pytest.raises(SpecError, match="MY_TOKEN, which is not set"):
-        named_token("MY_TOKEN")
+        token_from_environment("MY_TOKEN")
     monkeypatch.setenv("MY_TOKEN", "diloco.a.b.SECRET")
-    assert named_token("MY_TOKEN") == "diloco.a.b.SECRET"
+    assert token_from_environment("MY_TOKEN") == "diloco.a.b.SECRET"
     with pytest.raises(SpecError, match="There is no folder"):
-        identify(tmp_path / "nowhere")
+        load_credentials(tmp_path / "nowhere")

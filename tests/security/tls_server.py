@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from diloco_cli.net.credentials import Credentials, identify
+from diloco_cli.net.credentials import Credentials, load_credentials
 from diloco_cli.server.access.issue import CredentialFolder, bundle
 from diloco_cli.server.access.tokens import Role
 from tests import ROOT, SMALL_SERVER
@@ -41,7 +41,7 @@ class Vault:
         return bundle(office.folder, role, name)
 
     def identity(self, role: Role, name: str) -> Credentials:
-        return identify(self.made(role, name))
+        return load_credentials(self.made(role, name))
 
 
 def mixed(certificate: Credentials, token: str) -> Credentials:

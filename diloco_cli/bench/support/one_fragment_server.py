@@ -26,7 +26,7 @@ from diloco_cli.errors import RunFailed
 from diloco_cli.merge.outer_optimizers import outer_optimisers
 from diloco_cli.merge.rules import merge_rules
 from diloco_cli.net.client import Client
-from diloco_cli.net.credentials import NOBODY, Credentials, identify
+from diloco_cli.net.credentials import NOBODY, Credentials, load_credentials
 from diloco_cli.server.access.issue import CredentialFolder, bundle
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.spec.schema import RunSpec
@@ -78,7 +78,7 @@ class OneFragmentServer:
     def identity(self) -> Credentials:
         """Who the first region is to a server that asks."""
         certs = self.recipe.spec.server.certs
-        return identify(bundle(Path(certs), "upload", REGIONS[0])) if certs else NOBODY
+        return load_credentials(bundle(Path(certs), "upload", REGIONS[0])) if certs else NOBODY
 
     @property
     def url(self) -> str:

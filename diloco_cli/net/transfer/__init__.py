@@ -1,8 +1,10 @@
-"""Large bodies to and from the server: in parts, resumable, over several connections. Start with
-bodies.py.
+"""Large bodies to and from the server: frames and weights in, resumable requests out.
 
-    bodies.py      bodies to and from the server, each in the way its size and the link call for
-    download.py    A download that survives its connections: what has arrived is never fetched …
-    throughput.py  how fast is this link, and what follows from it?
-    upload.py      an upload that survives its connections: in parts, over several of them, …
+Start with bodies.py.
+
+    bodies.py      whether a body travels in one piece or in parts, and the connections for it
+    upload.py      an upload in parts that resumes with the bytes the server lacks
+    download.py    a download in ranges that resumes at the byte where it broke off
+    throughput.py  the measured rate, and what follows: part size, connections, time-outs
+    throttle.py    the rate limit for uploads
 """

@@ -1,10 +1,10 @@
 """Bodies to and from the server, each in the way its size and the link call for.
 
     up     in one piece if that is short on this link, else in parts
-    down   in one range; in several above `part_bytes`; from where it broke off, always
+    down   in one range; in several above `part_bytes`; always resumable
 
 Each connection is a lane of its own: one of them tops out at what the kernel buffers, and
-what is lost on one is not lost on the others.
+bytes lost on one are not lost on the others.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import TypeVar
 import httpx
 
 from diloco_cli.errors import LinkError, WireError
-from diloco_cli.net.connection import Carrier, Connection, Retry, Timeouts
-from diloco_cli.net.credentials import NOBODY, Credentials
+from diloco_cli.net.connection import Connection
+from diloco_cli.net.options import Options
 from diloco_cli.net.refusal import Gone
 from diloco_cli.net.transfer.download import Download, fresh
-from diloco_cli.net.transfer.throughput import MOST_LANES, PART_BYTES, Throttle, Throughput
+from diloco_cli.net.transfer.throttle import Throttle
+from diloco_cli.net.transfer.throughput import Throughput
 from diloco_cli.net.transfer.upload import Upload, opened
 from diloco_cli.wire.messages import Answer
 
@@ -34,52 +35,37 @@ WORTH_PARTS = 1_000_000
 """A body shorter than this is sent in one piece on any link."""
 
 MOST_KEPT_BYTES = 256_000_000
-"""Memory of a download that is kept for the next one."""
+"""A download's buffer up to this size is kept for the next one."""
 
 FRAME = {"content-type": "application/octet-stream"}
 
 
 class Transfer:
-    """The connections for bodies to one server, and what was learned about the way."""
+    """The connections for bodies to one server, and the throughput measured on them."""
 
     def __init__(
         self,
         url: str,
+        options: Options,
         *,
-        timeouts: Timeouts,
-        retry: Retry | None = None,
         stop: threading.Event | None = None,
-        carrier: Carrier = "pyreqwest",
-        part_bytes: int = PART_BYTES,
-        lanes: int = MOST_LANES,
-        rate_limit: float | None = None,
         say: Callable[[str], None] | None = None,
-        identity: Credentials = NOBODY,
     ) -> None:
-        self._make = partial(
+        throttle = Throttle(options.rate_limit) if options.rate_limit else None
+        self._connect = partial(
             Connection,
             url,
-            bulk=True,
-            carrier=carrier,
-            timeouts=timeouts,
-            retry=retry,
+            options,
+            options.backend,
             stop=stop or threading.Event(),
-            bucket=Throttle(rate_limit) if rate_limit else None,
-            identity=identity,
+            throttle=throttle,
         )
-        self._lanes = [self._make()]
-        self._growing = threading.Lock()
-        gauge = partial(
-            Throughput,
-            answer=timeouts.answer,
-            slowest=timeouts.slowest_bytes_per_second,
-            part_bytes=part_bytes,
-            lanes=lanes,
-            say=say,
-        )
-        self.up, self.down = gauge("uploads"), gauge("downloads")
-        self._fetching: Download | None = None
-        self._kept = bytearray(1)
+        self._lanes = [self._connect()]
+        self._lanes_lock = threading.Lock()
+        self.up = Throughput("uploads", options, say=say)
+        self.down = Throughput("downloads", options, say=say)
+        self._download: Download | None = None
+        self._buffer = bytearray(1)
 
     def close(self) -> None:
         for lane in self._lanes:
@@ -87,9 +73,9 @@ class Transfer:
 
     def lane(self, number: int) -> Connection:
         """One of the connections; those after the first are made when they are needed."""
-        with self._growing:
+        with self._lanes_lock:
             while len(self._lanes) <= number:
-                self._lanes.append(self._make())
+                self._lanes.append(self._connect())
             return self._lanes[number]
 
     def send(
@@ -100,7 +86,7 @@ class Transfer:
         *,
         headers: dict[str, str],
     ) -> Answer:
-        """Puts a contribution under its path and returns what `answer` reads of its fate."""
+        """Uploads a contribution; `answer` parses the server's decision."""
         with opened(frame) as source:
             if source.size < WORTH_PARTS or self.up.short(source.size):
                 try:
@@ -109,9 +95,10 @@ class Transfer:
                     if source.size < WORTH_PARTS or not _broke_off(error):
                         raise
                     self.up.broke()
-            return Upload(
-                source, path, lane=self.lane, gauge=self.up, headers=headers, answer=answer
-            ).run()
+            upload = Upload(
+                source, path, lane=self.lane, throughput=self.up, headers=headers, answer=answer
+            )
+            return upload.run()
 
     def _put(
         self,
@@ -121,9 +108,9 @@ class Transfer:
         answer: Callable[[httpx.Response], Answer],
         headers: dict[str, str],
     ) -> Answer:
-        """Sends a contribution in one piece; a long one that broke off not again like this."""
+        """Sends a contribution in one piece; a long one that breaks off is not retried like this."""
         began = time.monotonic()
-        found = self.lane(0).call(
+        decision = self.lane(0).call(
             "PUT",
             path,
             answer,
@@ -131,10 +118,10 @@ class Transfer:
             headers={**headers, **FRAME},
             seconds=self.up.seconds(size),
             answers=frozenset({409, 422}),
-            enough=lambda failure: size >= WORTH_PARTS and isinstance(failure, httpx.RequestError),
+            final=lambda failure: size >= WORTH_PARTS and isinstance(failure, httpx.RequestError),
         )
         self.up.moved(size, time.monotonic() - began)
-        return found
+        return decision
 
     def fetch(
         self,
@@ -145,52 +132,52 @@ class Transfer:
         headers: dict[str, str],
     ) -> T:
         """Fetches a resource of at most `most` bytes; what `receive` refuses is fetched again."""
-        fetch = self._fetching
-        if fetch is None or fetch.path != path:
-            fetch = Download(
+        download = self._download
+        if download is None or download.path != path:
+            download = Download(
                 path,
                 lane=self.lane,
-                gauge=self.down,
+                throughput=self.down,
                 headers=headers,
                 most=most,
-                room=self._room,
+                allocate=self._allocate,
             )
-        # What has arrived when the link breaks for good is there when it is tried again.
-        self._fetching = fetch
+        # Kept when the link breaks for good, so that the next call resumes.
+        self._download = download
         first, failures = self.lane(0), 0
         while True:
             try:
-                found = receive(fetch.run())
-                self._fetching = None
-                return found
+                received = receive(download.run())
+                self._download = None
+                return received
             except Gone:
-                self._fetching = None
+                self._download = None
                 raise
             except WireError:
-                fetch.forget()
+                download.forget()
                 failures += 1
                 pause = first.retry.pause(failures, chance=random.random())
                 if failures >= first.retry.tries or first.stop.wait(pause):
                     raise
 
-    def _room(self, size: int) -> memoryview:
-        """A place for so many bytes: that of the last body, once nobody looks at it any more.
+    def _allocate(self, size: int) -> memoryview:
+        """Memory for a download: the last one's, unless a view of it is still in use.
 
-        Memory that is new to a process costs more time than a fast link needs to fill it.
+        New memory costs a process more time than a fast link needs to fill it.
         """
         if size > MOST_KEPT_BYTES:
             return fresh(size)
         try:
-            if len(self._kept) < size:
-                self._kept.extend(bytes(size - len(self._kept)))
+            if len(self._buffer) < size:
+                self._buffer.extend(bytes(size - len(self._buffer)))
             else:
-                self._kept.append(self._kept.pop())  # Not allowed while a view of it exists.
+                self._buffer.append(self._buffer.pop())  # Raises while a view of it exists.
         except BufferError:
-            self._kept = bytearray(size)
-        return memoryview(self._kept)[:size]
+            self._buffer = bytearray(size)
+        return memoryview(self._buffer)[:size]
 
 
 def _broke_off(error: LinkError) -> bool:
-    """Whether a connection broke, rather than that there was none or a "later"."""
+    """Whether an established connection broke."""
     cause = error.__cause__
     return isinstance(cause, httpx.RequestError) and not isinstance(cause, httpx.ConnectError)

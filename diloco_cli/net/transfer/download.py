@@ -1,9 +1,9 @@
-"""A download that survives its connections: what has arrived is never fetched again.
+"""A download that survives its connections: bytes that have arrived are never fetched again.
 
-The first request asks for the first part and learns how long the whole is. What is left
-then comes over several connections, a range each; a range that breaks off is asked for
-from the byte where it broke. `If-Range` makes all of them bytes of one and the same
-resource: had it changed, the server would send it from the beginning.
+The first request asks for the first part and learns how long the whole is. The rest then comes
+over several connections, a range each; a range that breaks off is resumed at the byte where it
+broke. `If-Range` makes all of them bytes of the same resource: had it changed, the server would
+send it from the beginning.
 """
 
 from __future__ import annotations
@@ -15,18 +15,29 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import httpx
 
 from diloco_cli.errors import DilocoError, LinkError, WireError
-from diloco_cli.net.connection import ARRIVED, BROKEN, Connection, Damaged, RetryLater, in_words
+from diloco_cli.net.backends import PIECES
+from diloco_cli.net.connection import RETRYABLE, Connection, Damaged, RetryLater, link_error
 from diloco_cli.net.transfer.throughput import Throughput
 
 Range = tuple[int, int]
 
 HUGE_PAGE_BYTES = 2 << 20
 
-_PLACE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+@dataclass
+class _Part:
+    """A range that was asked for; `start` advances as its bytes arrive."""
+
+    start: int
+    stop: int
+    received: int = 0
 
 
 class Download:
@@ -37,27 +48,28 @@ class Download:
         path: str,
         *,
         lane: Callable[[int], Connection],
-        gauge: Throughput,
+        throughput: Throughput,
         headers: dict[str, str],
         most: int,
-        room: Callable[[int], memoryview] | None = None,
+        allocate: Callable[[int], memoryview] | None = None,
     ) -> None:
-        """`most` is how long the resource may be at all; `room` makes a place for so many bytes."""
+        """`most` limits the length of the resource; `allocate` makes memory for so many bytes."""
         self.path = path
-        self._lane, self._gauge, self._headers, self._most = lane, gauge, headers, most
-        self._room = room or fresh
+        self._lane, self._throughput, self._headers, self._most = lane, throughput, headers, most
+        self._allocate = allocate or fresh
         first = lane(0)
         self._url, self._stop, self._retry = first.url, first.stop, first.retry
         self._lock = threading.Lock()
         self._began, self._active = 0.0, 1
-        self._over: Exception | None = None
+        self._helpers: list[threading.Thread] = []
+        self._error: Exception | None = None
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew: what has arrived cannot be used."""
+        """Starts over: what has arrived cannot be used."""
         self._buffer, self._etag = memoryview(b""), ""
         self._gaps: list[Range] = []
-        self._known = False
+        self._size_known = False
         self._failures = 0
 
     @property
@@ -66,188 +78,171 @@ class Download:
         return sum(stop - start for start, stop in self._gaps)
 
     def run(self) -> memoryview:
-        """Returns the whole resource; called again after a failure, it goes on where it was."""
-        self._began, self._over, self._failures = time.monotonic(), None, 0
+        """Returns the whole resource; called again after a failure, it resumes."""
+        self._began, self._error, self._failures = time.monotonic(), None, 0
         self._active = 1
-        helpers: list[threading.Thread] = []
-        while not self._known and not self._over:
-            self._try(self._lane(0), (0, self._gauge.part_bytes), helpers)
-        self._help(helpers)
-        self._carry(0)
-        for helper in helpers:
+        self._helpers = []
+        while not self._size_known and not self._error:
+            self._try(self._lane(0), 0, self._throughput.part_bytes)
+        self._start_helpers()
+        self._fetch_parts(0)
+        for helper in self._helpers:
             helper.join()
-        if isinstance(self._over, WireError):
+        if isinstance(self._error, WireError):
             self.forget()
-        if self._over:
-            raise self._over
+        if self._error:
+            raise self._error
         return self._buffer
 
-    def _help(self, helpers: list[threading.Thread]) -> None:
-        """Starts a thread for every further connection the rest is worth."""
-        lanes = max(self._gauge.lanes(self.left), min(2, self._gauge.most_lanes))
-        wanted = min(lanes - 1, -(-self.left // self._gauge.part_bytes))
-        while len(helpers) < wanted:
-            number = len(helpers) + 1
-            helper = threading.Thread(target=self._carry, args=(number,), daemon=True)
-            helpers.append(helper)
-            self._active = 1 + len(helpers)
+    def _start_helpers(self) -> None:
+        """Starts a thread for every further connection that the rest is worth."""
+        throughput = self._throughput
+        lanes = max(throughput.lanes(self.left), min(2, throughput.most_lanes))
+        wanted = min(lanes - 1, -(-self.left // throughput.part_bytes))
+        while len(self._helpers) < wanted:
+            number = len(self._helpers) + 1
+            helper = threading.Thread(target=self._fetch_parts, args=(number,), daemon=True)
+            self._helpers.append(helper)
+            self._active = 1 + len(self._helpers)
             helper.start()
 
-    def _carry(self, number: int) -> None:
+    def _fetch_parts(self, number: int) -> None:
         while (part := self._next()) is not None:
-            self._try(self._lane(number), part)
+            self._try(self._lane(number), *part)
 
     def _next(self) -> Range | None:
         with self._lock:
-            if self._stop.is_set() and self._gaps and not self._over:
-                self._over = LinkError(f"The download from {self._url} was told to stop.")
-            if self._over or not self._gaps:
+            if self._stop.is_set() and self._gaps and not self._error:
+                self._error = LinkError(f"The download from {self._url} was told to stop.")
+            if self._error or not self._gaps:
                 return None
             start, stop = self._gaps[0]
-            cut = min(stop, start + self._gauge.part_bytes)
+            cut = min(stop, start + self._throughput.part_bytes)
             self._gaps[0] = (cut, stop)
             if cut == stop:
                 del self._gaps[0]
             return start, cut
 
-    def _try(
-        self, link: Connection, part: Range, helpers: list[threading.Thread] | None = None
-    ) -> None:
-        """Asks for a range once; what does not arrive of it is missing again."""
-        arriving = _Arriving(self, part, helpers)
-        headers = {**self._headers, "range": f"bytes={part[0]}-{part[1] - 1}"}
+    def _try(self, connection: Connection, start: int, stop: int) -> None:
+        """Asks for a range once; bytes that do not arrive are missing again."""
+        part = _Part(start, stop)
+        headers = {**self._headers, "range": f"bytes={start}-{stop - 1}"}
         if self._etag:
             headers["if-range"] = self._etag
         lanes = max(1, self._active)
-        allowed = self._gauge.seconds(min(part[1], self._most) - part[0], lanes=lanes)
+        allowed = self._throughput.seconds(min(stop, self._most) - start, lanes=lanes)
         began = time.monotonic()
+
+        def receive(response: httpx.Response) -> None:
+            self._throughput.answered(time.monotonic() - began)
+            self._receive(part, response)
+
         try:
-            link.once("GET", self.path, arriving.receive, headers=headers, seconds=allowed)
-        except BROKEN as error:
-            self._failed(arriving, error, allowed)
+            connection.once("GET", self.path, receive, headers=headers, seconds=allowed)
+        except RETRYABLE as error:
+            self._failed(part, error, allowed)
         except (DilocoError, OSError) as error:
-            self._over = self._over or error
+            self._error = self._error or error
         except BaseException as error:
-            self._over = self._over or RuntimeError(repr(error))
+            self._error = self._error or RuntimeError(repr(error))
             raise
         else:
             self._failures = 0
         finally:
-            if arriving.count:
-                self._gauge.moved(arriving.count, time.monotonic() - began, lanes=lanes)
+            if part.received:
+                self._throughput.moved(part.received, time.monotonic() - began, lanes=lanes)
 
-    def _failed(self, arriving: _Arriving, error: Exception, allowed: float) -> None:
-        self._gauge.broke(slow=isinstance(error, httpx.TimeoutException))
+    def _failed(self, part: _Part, error: Exception, allowed: float) -> None:
+        self._throughput.broke(slow=isinstance(error, httpx.TimeoutException))
         with self._lock:
             if isinstance(error, Damaged):
-                self._over = self._over or error.error
+                self._error = self._error or error.error
                 return
-            if arriving.left:
-                self._gaps.insert(0, arriving.left)
-            if arriving.count and self._etag:
+            if self._size_known and part.start < part.stop:
+                self._gaps.insert(0, (part.start, part.stop))
+            if part.received and self._etag:
                 self._failures = 0
                 return
             self._failures += 1
             if self._failures >= self._retry.tries:
                 elapsed = time.monotonic() - self._began
-                self._over = in_words(self._url, error, allowed, self._failures, elapsed)
+                self._error = link_error(self._url, error, allowed, self._failures, elapsed)
                 return
         asked = error.asked if isinstance(error, RetryLater) else 0.0
         chance = random.random()
         if self._stop.wait(self._retry.pause(self._failures, asked=asked, chance=chance)):
-            self._over = in_words(self._url, error, allowed, self._failures, 0.0)
+            self._error = link_error(self._url, error, allowed, self._failures, 0.0)
 
+    # One answer
 
-class _Arriving:
-    """One range as it comes in."""
+    def _receive(self, part: _Part, response: httpx.Response) -> None:
+        if response.status_code != 206:
+            self._receive_whole(part, response)
+            return
+        self._check_range(part, response)
+        for piece in response.extensions.get(PIECES, response.iter_raw)():
+            if part.start + len(piece) > part.stop:
+                raise WireError(f"{self._url} sends more than the range it was asked for.")
+            self._buffer[part.start : part.start + len(piece)] = piece
+            part.start += len(piece)
+            part.received += len(piece)
+        if part.start < part.stop:
+            raise httpx.ReadError(f"{part.stop - part.start} bytes are missing")
 
-    def __init__(
-        self, fetch: Download, part: Range, helpers: list[threading.Thread] | None
-    ) -> None:
-        self._fetch, self._part, self._helpers = fetch, part, helpers
-        self.count = 0
-        self._asked_at = time.monotonic()
-        self.left: Range | None = part if fetch._known else None
-
-    def receive(self, response: httpx.Response) -> None:
-        self._fetch._gauge.answered(time.monotonic() - self._asked_at)
-        if response.status_code == 206:
-            self._begin(response)
-            self._fill(response)
-        else:
-            self._all(response)
-
-    def _begin(self, response: httpx.Response) -> None:
-        """Checks that these are the bytes asked for, of the resource the others are of."""
-        fetch, (start, stop) = self._fetch, self._part
+    def _check_range(self, part: _Part, response: httpx.Response) -> None:
+        """Checks that these are the bytes asked for, of the resource the others belong to."""
         etag = response.headers.get("etag", "")
-        place = _PLACE.fullmatch(response.headers.get("content-range", ""))
-        if place is None or int(place[1]) != start:
-            raise WireError(f"{fetch._url} sent another range than the bytes {start}-{stop - 1}.")
-        total = int(place[3])
-        if not fetch._known:
-            if total > fetch._most:
-                raise _too_long(fetch)
-            fetch._buffer, fetch._etag = fetch._room(total), etag
-            stop = min(stop, total)
-            fetch._gaps = [(stop, total)] if stop < total else []
-            fetch._known = True
-            self.left = (start, stop)
-            if self._helpers is not None:
-                fetch._help(self._helpers)
-        elif etag != fetch._etag or total != len(fetch._buffer):
-            raise _changed(fetch)
+        header = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+        if header is None or int(header[1]) != part.start:
+            wanted = f"{part.start}-{part.stop - 1}"
+            raise WireError(f"{self._url} sent another range than the bytes {wanted}.")
+        size = int(header[3])
+        if self._size_known:
+            if etag != self._etag or size != len(self._buffer):
+                raise self._changed()
+            return
+        if size > self._most:
+            raise self._too_long()
+        self._buffer, self._etag = self._allocate(size), etag
+        part.stop = min(part.stop, size)
+        self._gaps = [(part.stop, size)] if part.stop < size else []
+        self._size_known = True
+        self._start_helpers()
 
-    def _fill(self, response: httpx.Response) -> None:
-        assert self.left is not None
-        at, stop = self.left
-        for piece in response.extensions.get(ARRIVED, response.iter_raw)():
-            if at + len(piece) > stop:
-                raise WireError(f"{self._fetch._url} sends more than the range it was asked for.")
-            self._fetch._buffer[at : at + len(piece)] = piece
-            at += len(piece)
-            self.count += len(piece)
-            self.left = (at, stop) if at < stop else None
-        if self.left:
-            raise httpx.ReadError(f"{stop - at} bytes are missing")
-
-    def _all(self, response: httpx.Response) -> None:
+    def _receive_whole(self, part: _Part, response: httpx.Response) -> None:
         """Takes the whole resource from a server that does not send ranges of it."""
-        fetch = self._fetch
-        if fetch._known:
-            raise _changed(fetch)
-        found = bytearray()
+        if self._size_known:
+            raise self._changed()
+        body = bytearray()
         for piece in response.iter_raw():
-            found += piece
-            self.count = len(found)
-            if len(found) > fetch._most:
-                raise _too_long(fetch)
-        fetch._buffer, fetch._gaps, fetch._known = memoryview(found), [], True
+            body += piece
+            part.received = len(body)
+            if len(body) > self._most:
+                raise self._too_long()
+        self._buffer, self._gaps, self._size_known = memoryview(body), [], True
+
+    def _changed(self) -> WireError:
+        return WireError(f"{self._url}{self.path} changed while it was fetched.")
+
+    def _too_long(self) -> WireError:
+        return WireError(
+            f"{self._url} sends more than the {self._most} bytes its answer may have.",
+            hint="Is this a diloco server of the same run?",
+        )
 
 
 def fresh(size: int) -> memoryview:
-    """New memory for so many bytes, in large pages where there are any.
+    """Allocates memory in large pages where the system has them.
 
-    Page by page, the system needs longer to make room for a body than a fast link to fill it.
+    Page by page, the system needs longer to allocate a body than a fast link to fill it.
     """
     if size < HUGE_PAGE_BYTES:
         return memoryview(bytearray(size))
     try:
-        made = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:  # What others call a lack of memory.
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # ENOMEM, which mmap does not report as a MemoryError.
         raise MemoryError(f"{size} bytes for a body") from error
     if advice := getattr(mmap, "MADV_HUGEPAGE", None):
-        with suppress(OSError):  # A system without them.
-            made.madvise(advice)
-    return memoryview(made)
-
-
-def _changed(fetch: Download) -> WireError:
-    return WireError(f"{fetch._url}{fetch.path} changed while it was fetched.")
-
-
-def _too_long(fetch: Download) -> WireError:
-    return WireError(
-        f"{fetch._url} sends more than the {fetch._most} bytes its answer may have.",
-        hint="Is this a diloco server of the same run?",
-    )
+        with suppress(OSError):  # No huge pages here.
+            memory.madvise(advice)
+    return memoryview(memory)

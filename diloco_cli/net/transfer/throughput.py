@@ -1,6 +1,6 @@
 """How fast is this link, and what follows from it?
 
-    rate      bytes a second of all its connections, from what they moved last
+    rate      bytes per second of all its connections, from what they moved last
     lifetime  how long connections live before they break, if they do
     part      what a connection moves in `aim` seconds, a quarter of a lifetime at most
     lanes     connections at once: as many as find parts worth a request of their own
@@ -17,14 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 
-PART_BYTES = 32_000_000
-"""The largest part; a body up to this size travels in one piece while the link holds."""
+from diloco_cli.net.options import Options
 
 LEAST_PART_BYTES = 256_000
 """Below this a request costs more than it carries."""
-
-MOST_LANES = 4
-"""One connection tops out at what the kernel buffers: at 1 Gbit/s and 50 ms less than half."""
 
 NEAR_SECONDS = 0.005
 """A round trip on a local network: there one connection fills the line, and more are in its way."""
@@ -58,20 +54,17 @@ class Throughput:
     def __init__(
         self,
         name: str,
+        options: Options,
         *,
-        answer: float,
-        slowest: float,
-        part_bytes: int = PART_BYTES,
-        lanes: int = MOST_LANES,
         say: Callable[[str], None] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`answer` seconds belong to every call; `slowest` bytes a second is assumed at first."""
+        """`say` is told the first measurement and what follows from it."""
         self.name = name
-        self.part_bytes, self.most_lanes = part_bytes, lanes
-        self.least = min(LEAST_PART_BYTES, part_bytes)
+        self.part_bytes, self.most_lanes = options.part_bytes, options.lanes
+        self.least = min(LEAST_PART_BYTES, self.part_bytes)
         self.rate: float | None = None
-        self._answer, self._slowest = answer, slowest
+        self._timeouts = options.timeouts
         self._grown = float(self.least)
         self._lifetime = math.inf
         self._since: float | None = None
@@ -105,14 +98,14 @@ class Throughput:
         """Takes note of what arrived over one connection while `lanes` were in use."""
         if size < min(WORTH_MEASURING, self.least):
             return
-        found = lanes * size / max(seconds, 1e-6)
+        rate = lanes * size / max(seconds, 1e-6)
         with self._lock:
             first = self.rate is None
             if self.rate is None:
-                self.rate = found
-            elif found > self.rate or seconds >= self.aim / 2:
+                self.rate = rate
+            elif rate > self.rate or seconds >= self.aim / 2:
                 # A part that was over at once says more about the round trip than about the rate.
-                self.rate = (self.rate + found) / 2
+                self.rate = (self.rate + rate) / 2
             self._grown = max(self._grown, GROWTH * size)
             if self._since is None:
                 self._since = self._now()
@@ -150,8 +143,8 @@ class Throughput:
     def seconds(self, size: int, *, lanes: int = 1) -> float:
         """How long a body may take over one of `lanes` connections before it is given up."""
         if self.rate is None:
-            return self._answer + size / self._slowest
-        return self._answer + PATIENCE * size * lanes / self.rate
+            return self._timeouts.transfer(size)
+        return self._timeouts.answer + PATIENCE * size * lanes / self.rate
 
     def __str__(self) -> str:
         """For people: the rate and what follows from it."""
@@ -163,35 +156,3 @@ class Throughput:
             f"{self.part_bytes / 1e6:.3g} MB are given up after "
             f"{self.seconds(self.part_bytes):.0f} s"
         )
-
-
-class Throttle:
-    """Lets bytes pass at a rate, in bits a second, shared by all who ask."""
-
-    def __init__(
-        self,
-        rate: float,
-        *,
-        now: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], object] = time.sleep,
-    ) -> None:
-        if not rate > 0:
-            raise ValueError(f"a rate limit of {rate:g} bit/s lets nothing pass")
-        self.bytes_per_second = rate / 8
-        self._now, self._wait = now, wait
-        self._free_at = now()
-        self._lock = threading.Lock()
-
-    @property
-    def piece(self) -> int:
-        """Bytes worth asking for at a time: a twentieth of a second."""
-        return int(max(1 << 10, min(1 << 18, self.bytes_per_second / 20)))
-
-    def take(self, count: int) -> None:
-        """Returns when so many more bytes may go."""
-        with self._lock:
-            start = max(self._now(), self._free_at)
-            self._free_at = start + count / self.bytes_per_second
-        pause = start - self._now()
-        if pause > 0:
-            self._wait(pause)
