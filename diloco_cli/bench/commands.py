@@ -69,9 +69,9 @@ def link(
     """Measure transfers beside raw TLS, over loopback and over emulated links."""
     from diloco_cli.bench.link import link_figures
 
-    identity = for_url(certs) if url else NOBODY
+    credentials = for_url(certs) if url else NOBODY
     found = link_figures(
-        url, quick=quick, identity=identity, say=lambda text: typer.echo(text, err=True)
+        url, quick=quick, credentials=credentials, say=lambda text: typer.echo(text, err=True)
     )
     show([{**each, "goal": None, "met": None} for each in found] if quick else found, format)
 

@@ -34,6 +34,7 @@ from diloco_cli.chaos.emulator.proxy import emulated
 from diloco_cli.errors import DilocoError
 from diloco_cli.net.client import Client
 from diloco_cli.net.credentials import NOBODY, Credentials
+from diloco_cli.net.options import Options
 from diloco_cli.net.transfer.upload import Source, Upload
 from diloco_cli.run.doctor.probe import measure
 from diloco_cli.wire import messages
@@ -63,7 +64,7 @@ def link_figures(
     *,
     quick: bool = False,
     repeat: int = 11,
-    identity: Credentials = NOBODY,
+    credentials: Credentials = NOBODY,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Figure]:
     """Measures the way to the server at `url`, or a server and links of our own.
@@ -72,7 +73,7 @@ def link_figures(
     machine can do.
     """
     if url is not None:
-        return _to(url, say, identity)
+        return _to(url, say, credentials)
     bodies = (2_000_000, 4_000_000) if quick else (32_000_000, 256_000_000)
     figures: list[Figure] = []
     for size in bodies:
@@ -96,7 +97,7 @@ def _loopback(
     """Bodies up and down, each beside raw TLS in turn, so that other load disturbs both."""
     found: dict[str, list[Moved]] = {"raw": [], "up": [], "down": []}
     noise = os.urandom(size)
-    with Client(running.url, identity=running.identity) as server, raw_tls() as raw:
+    with Client(running.url, Options(credentials=running.credentials)) as server, raw_tls() as raw:
         running.join(server)
         server.whole(0, 0)  # The server encodes a version when it is first asked for.
         for number in range(repeat + 1):
@@ -176,7 +177,7 @@ def _sent(running: OneFragmentServer, server: Client, body: bytes) -> float:
             Source(body),
             path,
             lane=server.lane,
-            gauge=server.up,
+            throughput=server.up,
             headers=headers,
             answer=server.answer,
         )
@@ -340,9 +341,9 @@ def _submitting(running: OneFragmentServer, server: Client) -> _Submitting:
     return thread
 
 
-def _to(url: str, say: Callable[[str], None], identity: Credentials) -> list[Figure]:
+def _to(url: str, say: Callable[[str], None], credentials: Credentials) -> list[Figure]:
     """What can be measured at somebody's server without taking part in its run."""
-    way = measure(url, say, identity=identity)
+    way = measure(url, say, credentials=credentials)
     # The first answers of a connection, and the first encoding, are slower than the others.
     return [
         _figure("status, p50", way.round_trip, "s", min(way.trips)),

@@ -85,7 +85,7 @@ def plan(
 def _measured(url: str, certs: Path | None) -> Way:
     from diloco_cli.run.doctor.probe import measure
 
-    return measure(url, lambda text: typer.echo(text, err=True), identity=for_url(certs))
+    return measure(url, lambda text: typer.echo(text, err=True), credentials=for_url(certs))
 
 
 def _gross(way: Way) -> str:

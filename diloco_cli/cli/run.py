@@ -143,7 +143,7 @@ def work(
     home = folder or _home(spec)
     refuse_foreign(home)
     url = _server_of(server, home)
-    identity = for_region(spec, name, certs)
+    credentials = for_region(spec, name, certs)
     forget_tokens(spec, name)
     logs.set_up("worker", log_format, region=name)
     terms = agent.SharedSettings(
@@ -158,7 +158,7 @@ def work(
         cores=_cores(cores),
         with_parent=with_parent,
         wait=wait,
-        identity=identity,
+        credentials=credentials,
     )
     raise typer.Exit(code)
 

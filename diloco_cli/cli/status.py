@@ -127,12 +127,12 @@ def pull(
     metadata = None
     if found.url:
         from diloco_cli.net.client import Client
-        from diloco_cli.net.connection import Retry
+        from diloco_cli.net.options import Options, Retry
 
         try:
-            shown = for_asking(found, certs)
-            with Client(found.url, retry=Retry(tries=2), identity=shown) as server:
-                metadata = server.weights(out, version=version)
+            options = Options(retry=Retry(tries=2), credentials=for_asking(found, certs))
+            with Client(found.url, options) as client:
+                metadata = client.weights(out, version=version)
         except LinkError:
             if found.folder is None:
                 raise

@@ -25,7 +25,7 @@ import httpx
 
 from diloco_cli.errors import StoreError, WireError
 from diloco_cli.net.connection import Connection
-from diloco_cli.net.options import Options
+from diloco_cli.net.options import DEFAULTS, Options
 from diloco_cli.net.refusal import FencedError, Gone, Held, OlderCopy, other_wire, read, refusal
 from diloco_cli.net.transfer.bodies import Transfer
 from diloco_cli.wire import messages
@@ -57,7 +57,6 @@ MOST_ANSWER_BYTES = 16 << 20
 """The longest JSON document that is read; a status of thousands of regions is shorter."""
 
 JSON = {"content-type": "application/json"}
-DEFAULTS = Options()
 
 
 class Client:

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
@@ -159,7 +160,7 @@ class Connection:
         source = body.open("rb") if isinstance(body, Path) else body
         try:
             request = self._request(method, path, source, headers or {}, allowed)
-            return self._exchange(request, lambda response: self._received(response, receive, answers))
+            return self._exchange(request, partial(self._received, receive, answers))
         except (httpx.NetworkError, httpx.ProtocolError) as error:
             if reason := handshake_error(self.url, self._credentials, error):
                 raise reason from error
@@ -213,9 +214,9 @@ class Connection:
 
     def _received(
         self,
-        response: httpx.Response,
         receive: Callable[[httpx.Response], T],
         answers: frozenset[int],
+        response: httpx.Response,
     ) -> T:
         status = response.status_code
         if status in LATER:

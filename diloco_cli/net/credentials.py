@@ -200,9 +200,7 @@ _ALERTS = (
 )
 
 
-def _client_certificate_error(
-    url: str, credentials: Credentials, text: str
-) -> SpecError | None:
+def _client_certificate_error(url: str, credentials: Credentials, text: str) -> SpecError | None:
     for signs, what in _ALERTS:
         if any(sign in text for sign in signs):
             shown = credentials.certificate or "none was shown"

@@ -75,3 +75,6 @@ class Options:
 
     rate_limit: float | None = None
     """The most that uploads may take, in bits per second."""
+
+
+DEFAULTS = Options()

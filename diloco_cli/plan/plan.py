@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diloco_cli.net.connection import Timeouts
+from diloco_cli.net.options import DEFAULTS
 from diloco_cli.net.transfer.throughput import PATIENCE, Throughput
 from diloco_cli.plan.advice import Advice, advised, followed, pasted
 from diloco_cli.plan.needs import Bound, MemoryNeeds, TrafficNeeds, bounds, memory, traffic
@@ -136,7 +136,7 @@ def _rehearsed(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
 
 def time_outs(spec: RunSpec, scenario: Scenario, needs: TrafficNeeds) -> list[TimeOut]:
     """What the run will wait for, and how long, from the code that waits."""
-    waits, lease = Timeouts(), spec.server.lease
+    waits, lease = DEFAULTS.timeouts, spec.server.lease
     found = [
         TimeOut("connect", waits.connect, "for a connection; fixed"),
         TimeOut("answer", waits.answer, "for an answer, without the time a body takes; fixed"),
@@ -145,7 +145,7 @@ def time_outs(spec: RunSpec, scenario: Scenario, needs: TrafficNeeds) -> list[Ti
     ]
     slow = min(scenario.sites, key=lambda site: site.link.rate)
     for way, size in (("up", needs.fragment_up), ("down", needs.fragment_down)):
-        gauge = Throughput(way, answer=waits.answer, slowest=waits.slowest_bytes_per_second)
+        gauge = Throughput(way, DEFAULTS)
         found.append(
             TimeOut(
                 f"fragment {way}, at first",

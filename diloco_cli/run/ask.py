@@ -11,11 +11,10 @@ from urllib.parse import urlsplit
 
 from diloco_cli.errors import LinkError, WireError
 from diloco_cli.net.client import Client
-from diloco_cli.net.connection import Retry, Timeouts
 from diloco_cli.net.credentials import NOBODY, Credentials, Untrusted
+from diloco_cli.net.options import ONCE, Options, Timeouts
 from diloco_cli.wire import messages
 
-ONCE = Retry(tries=1)
 LONGEST_ABOUT = 1 << 16
 SOON = Timeouts(connect=2.0, answer=5.0)
 HINT = "Is the server running, and is this the URL it printed? A tunnel may be down."
@@ -24,9 +23,9 @@ HINT = "Is the server running, and is this the URL it printed? A tunnel may be d
 class ShortCalls:
     """Asks servers for their status, or to stop; keeps one connection while the URL stays."""
 
-    def __init__(self, identity: Credentials = NOBODY) -> None:
-        self._identity = identity
-        self._server: Client | None = None
+    def __init__(self, credentials: Credentials = NOBODY) -> None:
+        self._options = Options(retry=ONCE, timeouts=SOON, credentials=credentials)
+        self._client: Client | None = None
 
     def status(self, url: str) -> dict[str, Any]:
         document = self._ask(url, "status")
@@ -38,16 +37,16 @@ class ShortCalls:
         self._ask(url, "stop")
 
     def close(self) -> None:
-        if self._server:
-            self._server.close()
-            self._server = None
+        if self._client:
+            self._client.close()
+            self._client = None
 
     def _ask(self, url: str, what: str) -> dict[str, Any]:
-        if self._server is None or self._server.url != url:
+        if self._client is None or self._client.url != url:
             self.close()
-            self._server = Client(url, retry=ONCE, timeouts=SOON, identity=self._identity)
+            self._client = Client(url, self._options)
         try:
-            return getattr(self._server, what)()
+            return getattr(self._client, what)()
         except LinkError as error:
             # A connection to a server that died is no use to the one that follows it.
             self.close()

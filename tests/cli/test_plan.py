@@ -14,7 +14,7 @@ from diloco_cli.assemble import load_run, resolve
 from diloco_cli.bench.support.one_fragment_server import stage
 from diloco_cli.cli.app import app
 from diloco_cli.net.client import Client
-from diloco_cli.net.connection import Timeouts
+from diloco_cli.net.options import Timeouts
 from diloco_cli.net.transfer.throughput import PATIENCE
 from diloco_cli.plan.advice import advised, followed, pasted
 from diloco_cli.plan.needs import traffic
@@ -140,8 +140,8 @@ def test_a_probe_takes_steps_from_the_regions_that_train_there(tmp_path: Path):
     file = tmp_path / "spec.yaml"
     regions = [{"name": "here"}, {"name": "there", "speed": 0.5}]
     file.write_text(yaml.safe_dump({**yaml.safe_load(Path(QUICK).read_text()), "regions": regions}))
-    with stage(400_000) as running, Client(running.url) as server:
-        running.join(server)
+    with stage(400_000) as running, Client(running.url) as client:
+        running.join(client)
         nothing = {fate: [0] for fate in ("trained", "applied", "pending", "refused", "discarded")}
         report = {
             "stopping": False,
@@ -153,7 +153,7 @@ def test_a_probe_takes_steps_from_the_regions_that_train_there(tmp_path: Path):
             "tokens": nothing,
             "tokens_per_second": 2048.0,
         }
-        server.heartbeat("here", report)
+        client.heartbeat("here", report)
         found = data(str(file), "--probe", running.url)
         given = data(str(file), "--probe", running.url, "--step", "1s")
     assert found["step_seconds"]["here"] == pytest.approx(8 * 64 / 2048)

@@ -136,11 +136,12 @@ if __name__ == "__main__":
     from pathlib import Path
 
     from diloco_cli.net.client import Client
+    from diloco_cli.net.options import Options
 
     host, port, clock, epoch, file = sys.argv[1:]
     with (
         forward("127.0.0.1", (host, int(port))) as near,
-        Client(f"http://127.0.0.1:{near}", part_bytes=700_000) as client,
+        Client(f"http://127.0.0.1:{near}", Options(part_bytes=700_000)) as client,
     ):
         client.run()
         sent = client.submit(0, "here", 0, int(clock), Path(file), epoch=int(epoch))

@@ -17,6 +17,7 @@ from diloco_cli.launch.roles import serve_role, work_role
 from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.net.client import Client
 from diloco_cli.net.credentials import NOBODY
+from diloco_cli.net.options import Options
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.worker.mailbox import Mailbox
@@ -43,7 +44,7 @@ class Live:
         self.spec = spelled_out(RunSpec.model_validate(spec))
         self.file = write_resolved(self.spec, folder)
         self.launcher = LocalLauncher(folder / "logs")
-        self.identity = NOBODY
+        self.credentials = NOBODY
         self.started: list[LocalProcess] = []
 
     def start(self, role: Role) -> LocalProcess:
@@ -67,8 +68,8 @@ class Live:
         return {}
 
     def status(self) -> dict[str, Any]:
-        with Client(self.address["url"], identity=self.identity) as server:
-            return server.status()
+        with Client(self.address["url"], Options(credentials=self.credentials)) as client:
+            return client.status()
 
     def region(self, name: str) -> dict[str, Any]:
         return next(one for one in self.status()["regions"] if one["name"] == name)

@@ -84,7 +84,7 @@ def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monk
     office.issue("upload", "paris", 30, renew=False)
     run = live({"name": "paris"}, server={"lease": 3.0, "certs": str(office.folder)})
     operator = office.folder / "admins" / "operator"
-    run.identity = load_credentials(operator)
+    run.credentials = load_credentials(operator)
     server = run.serve()
     monkeypatch.setenv("DILOCO_TOKEN", (office.folder / "regions/paris/token").read_text())
     agent = run.work("paris")
@@ -105,7 +105,7 @@ def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monk
     assert code == 0 and weights.stat().st_size > 1000, said
     code, _, said = diloco("stop", url, "--certs", office.folder / "regions" / "paris")
     assert code == 2 and "stop" in said, said
-    shown = run.identity
+    shown = run.credentials
     with httpx.Client(verify=shown.context(), headers=shown.headers, trust_env=False) as client:
         assert "diloco_" in client.get(f"{url}/metrics").text
 

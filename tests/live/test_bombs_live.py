@@ -16,6 +16,7 @@ import pytest
 from diloco_cli.bench.support.one_fragment_server import REGIONS, OneFragmentServer, stage
 from diloco_cli.errors import WireError
 from diloco_cli.net.client import Client
+from diloco_cli.net.options import Options
 from diloco_cli.server.http.listener import HTTP2
 from diloco_cli.wire.frame import most_bytes
 from diloco_cli.wire.messages import (
@@ -41,9 +42,9 @@ class Target:
 
     def __init__(self, running: OneFragmentServer) -> None:
         self.running = running
-        with Client(running.url) as server:
-            running.join(server)
-            self.run = server.run().run
+        with Client(running.url) as client:
+            running.join(client)
+            self.run = client.run().run
         self.headers = {
             RUN_HEADER: self.run,
             WIRE_HEADER: "2",
@@ -201,13 +202,13 @@ def test_curl_reads_why_its_body_is_too_long(target, tmp_path, version, length):
     assert target.memory - before < MOST_GROWTH + HTTP2.initial_stream_window_size
 
 
-@pytest.mark.parametrize("carrier", ["pyreqwest", "httpx"])
-def test_our_own_client_says_why(target, carrier):
+@pytest.mark.parametrize("backend", ["pyreqwest", "httpx"])
+def test_our_own_client_says_why(target, backend):
     target.frame()
-    with Client(target.running.url, run=target.run, carrier=carrier) as server:
-        server.run()
-        path, headers = target.path, {**server.headers(), **target.headers}
+    with Client(target.running.url, Options(backend=backend), run=target.run) as client:
+        client.run()
+        path, headers = target.path, {**client.headers(), **target.headers}
         with pytest.raises(WireError, match=f"30000000 bytes or more, at most {target.limit}"):
-            server.lane(0).call(
+            client.lane(0).call(
                 "PUT", path, lambda answer: None, body=bytes(30_000_000), headers=headers
             )

@@ -22,7 +22,7 @@ import pytest
 
 from diloco_cli.errors import DilocoError
 from diloco_cli.net.client import Client
-from diloco_cli.net.connection import Retry, Timeouts
+from diloco_cli.net.options import ONCE, Options, Timeouts
 from diloco_cli.server.http.asgi import make_app
 from diloco_cli.server.http.listener import Listener, bind, url_of
 from diloco_cli.server.recovery.start import open_coordinator
@@ -134,10 +134,6 @@ def in_this_process(folder: Path, spec: Any) -> Iterator[tuple[str, Coordinator]
         thread.join()
 
 
-def connect(url: str, **options: Any) -> Client:
-    return Client(url, **options)
-
-
 def join_all(server: Client, regions: dict[str, Region]) -> None:
     for region in regions.values():
         about = region.join.model_dump(exclude={"wire"})
@@ -159,7 +155,7 @@ def test_in_process_and_over_real_sockets_the_weights_are_the_same_bits(tmp_path
         return bench.digests()
 
     recipe = make_recipe(spec)
-    with in_this_process(tmp_path / "live", spec) as (url, coordinator), connect(url) as server:
+    with in_this_process(tmp_path / "live", spec) as (url, coordinator), Client(url) as server:
         about = server.run()
         regions = {name: Region(name, recipe, about.run) for name in NAMES}
         join_all(server, regions)
@@ -291,7 +287,7 @@ def test_a_full_disk_at_the_start_is_a_sentence_and_exit_code_5(tmp_path, room):
 def test_a_failing_disk_ends_the_server_with_exit_code_5(tmp_path):
     with process(tmp_path / "run", bad_disk=True) as server:
         url, recipe = server.url(), make_recipe()
-        with connect(url, retry=Retry(tries=1)) as client:
+        with Client(url, Options(retry=ONCE)) as client:
             region = Region("paris", recipe, client.run().run)
             with pytest.raises(DilocoError):
                 join_all(client, {"paris": region})
@@ -303,7 +299,7 @@ def test_a_failing_disk_ends_the_server_with_exit_code_5(tmp_path):
 def test_a_signal_ends_the_server_gracefully(tmp_path, number):
     with process(tmp_path / "run", server={"lease": 0.5}) as server:
         url = server.url()
-        with connect(url) as client, httpx.Client(http1=False, http2=True) as idle:
+        with Client(url) as client, httpx.Client(http1=False, http2=True) as idle:
             assert idle.get(f"{url}/healthz").json()["ok"]  # A connection that sleeps.
             region = Region("paris", make_recipe(), client.run().run)
             join_all(client, {"paris": region})
@@ -318,7 +314,7 @@ def test_a_signal_ends_the_server_gracefully(tmp_path, number):
 def test_a_second_signal_ends_it_at_once(tmp_path):
     with process(tmp_path / "run", server={"lease": 600.0}) as server:
         url = server.url()
-        with connect(url) as client:
+        with Client(url) as client:
             join_all(client, {"paris": Region("paris", make_recipe(), client.run().run)})
             client.stop()  # It now waits for the region's goodbye.
         server.child.send_signal(signal.SIGTERM)
@@ -350,7 +346,7 @@ def test_without_its_parent_it_stops(tmp_path):
 
 def test_a_request_to_stop_ends_it(tmp_path):
     with process(tmp_path / "run") as server:
-        with connect(server.url()) as client:
+        with Client(server.url()) as client:
             assert client.stop()["state"] == "stopped"
         assert server.end() == 0
 
@@ -381,8 +377,8 @@ class Driver(threading.Thread):
                 return
 
     def _connected(self) -> Client:
-        timeouts = Timeouts(connect=1.0, answer=5.0)
-        return connect(self.where(), run=self.region.run, retry=Retry(tries=1), timeouts=timeouts)
+        options = Options(Timeouts(connect=1.0, answer=5.0), ONCE)
+        return Client(self.where(), options, run=self.region.run)
 
     def _turn(self, server: Client) -> None:
         region = self.region
@@ -429,7 +425,7 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed_again_and_again(
     server = Process(folder, **changes)
     drivers: list[Driver] = []
     try:
-        with connect(server.url()) as client:
+        with Client(server.url()) as client:
             regions = {name: Region(name, recipe, client.run().run) for name in NAMES}
             join_all(client, regions)
         url = server.url()

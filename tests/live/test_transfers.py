@@ -18,7 +18,7 @@ from diloco_cli.bench.support.one_fragment_server import REGIONS, OneFragmentSer
 from diloco_cli.chaos.emulator.proxy import Proxy, emulated
 from diloco_cli.errors import LinkError, WireError
 from diloco_cli.net.client import Client, FencedError
-from diloco_cli.net.connection import Carrier, Retry, Timeouts
+from diloco_cli.net.options import Backend, Options, Retry, Timeouts
 from diloco_cli.server.http.listener import bind
 from diloco_cli.wire.frame import open_frame
 from diloco_cli.wire.messages import Answer
@@ -39,7 +39,7 @@ def running() -> Iterator[OneFragmentServer]:
 
 
 @pytest.fixture(params=["pyreqwest", "httpx"])
-def carrier(request) -> Carrier:
+def backend(request) -> Backend:
     return request.param
 
 
@@ -48,22 +48,21 @@ class Bench:
 
     def __init__(self, running: OneFragmentServer, **options: Any) -> None:
         self.running, self.options = running, options
-        with Client(running.url) as server:
-            running.join(server)
-            self.run = server.run().run
+        with Client(running.url) as client:
+            running.join(client)
+            self.run = client.run().run
         self.data = running.frame(self.run, seed=running.clock)
         self.clock = running.clock
 
-    def server(self, url: str | None = None, **options: Any) -> Client:
-        made = Client(
-            url or self.running.url, run=self.run, **{"part_bytes": PART, **self.options, **options}
-        )
-        made.run()
-        return made
+    def client(self, url: str | None = None, say: Any = None, **changes: Any) -> Client:
+        options = Options(**{"part_bytes": PART, **self.options, **changes})
+        client = Client(url or self.running.url, options, run=self.run, say=say)
+        client.run()
+        return client
 
-    def submit(self, server: Client, **said: Any) -> Answer:
+    def submit(self, client: Client, **said: Any) -> Answer:
         about = {"clock": self.clock, "frame": self.data, "epoch": self.running.epoch, **said}
-        return server.submit(0, REGION, 0, **about)
+        return client.submit(0, REGION, 0, **about)
 
     def kept(self) -> set[str]:
         return {path.name for path in (self.running.folder / "server" / "payloads").iterdir()}
@@ -74,8 +73,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(running, carrier) -> Bench:
-    return Bench(running, carrier=carrier)
+def bench(running, backend) -> Bench:
+    return Bench(running, backend=backend)
 
 
 def linked(running: OneFragmentServer, link: str) -> Proxy:
@@ -95,20 +94,20 @@ def _note(done: list[Any], act: Any) -> None:
 
 
 def test_a_frame_in_parts_arrives_whole(bench):
-    with bench.server() as server:
-        first = bench.submit(server)
+    with bench.client() as client:
+        first = bench.submit(client)
         assert decided(first)
         assert not any("draft" in name for name in bench.kept())
 
 
-def test_the_same_frame_again_gets_the_recorded_answer_without_its_bytes(running, carrier):
+def test_the_same_frame_again_gets_the_recorded_answer_without_its_bytes(running, backend):
     with stage(VALUES) as fresh:
-        bench = Bench(fresh, carrier=carrier)
-        with linked(fresh, "unlimited/0ms") as proxy, bench.server(proxy.url) as server:
-            assert bench.submit(server).fate == "pending"
+        bench = Bench(fresh, backend=backend)
+        with linked(fresh, "unlimited/0ms") as proxy, bench.client(proxy.url) as client:
+            assert bench.submit(client).fate == "pending"
             assert bench.kept() == {bench.name}
             before = proxy.up_bytes
-            again = bench.submit(server)
+            again = bench.submit(client)
             assert (again.fate, again.recorded) == ("pending", True)
             assert proxy.up_bytes - before < 20_000
 
@@ -116,9 +115,9 @@ def test_the_same_frame_again_gets_the_recorded_answer_without_its_bytes(running
 def test_a_broken_upload_goes_on_where_it_was(bench, running):
     few: dict[str, Any] = {"lanes": 1, "part_bytes": 300_000}  # No more than this is on the way.
     with linked(running, "40Mbit/10ms") as proxy:
-        with bench.server(proxy.url, retry=Retry(tries=1), **few) as server:
+        with bench.client(proxy.url, retry=Retry(tries=1), **few) as client:
             done: list[Any] = []
-            thread = threading.Thread(target=_note, args=(done, lambda: bench.submit(server)))
+            thread = threading.Thread(target=_note, args=(done, lambda: bench.submit(client)))
             thread.start()
             proxy.wait_until(lambda traffic: traffic.up_arrived > 2_200_000)
             proxy.cut(refuse=True)
@@ -126,16 +125,16 @@ def test_a_broken_upload_goes_on_where_it_was(bench, running):
             assert isinstance(done[0], LinkError)
         proxy.heal()
         before = proxy.up_bytes
-        with bench.server(proxy.url) as other:
+        with bench.client(proxy.url) as other:
             assert decided(bench.submit(other))
         assert proxy.up_bytes - before < len(bench.data) - 1_000_000
 
 
-def test_resets_every_two_seconds_cost_little(running, carrier):
-    bench = Bench(running, carrier=carrier)
-    with linked(running, "10Mbit/50ms/reset=2s") as proxy, bench.server(proxy.url) as server:
+def test_resets_every_two_seconds_cost_little(running, backend):
+    bench = Bench(running, backend=backend)
+    with linked(running, "10Mbit/50ms/reset=2s") as proxy, bench.client(proxy.url) as client:
         before = proxy.traffic()
-        assert decided(bench.submit(server))
+        assert decided(bench.submit(client))
         traffic = proxy.traffic()
         assert traffic.resets >= 1
         assert traffic.up - before.up < 1.3 * len(bench.data)
@@ -143,16 +142,16 @@ def test_resets_every_two_seconds_cost_little(running, carrier):
 
 def test_a_download_never_fetches_a_byte_twice(bench, running):
     one: dict[str, Any] = {"part_bytes": 32_000_000}  # One range, which breaks in its middle.
-    with linked(running, "20Mbit/20ms") as proxy, bench.server(proxy.url, **one) as server:
+    with linked(running, "20Mbit/20ms") as proxy, bench.client(proxy.url, **one) as client:
         done: list[Any] = []
         before = proxy.down_bytes
-        thread = threading.Thread(target=_note, args=(done, lambda: server.whole(0, 0)))
+        thread = threading.Thread(target=_note, args=(done, lambda: client.whole(0, 0)))
         thread.start()
         for part in (1, 2, 3):
             proxy.wait_until(lambda t, n=part: t.down_arrived > before + n * 900_000)
             proxy.reset_all()
         thread.join(60)
-        with bench.server() as direct:
+        with bench.client() as direct:
             whole = direct.whole(0, 0)
         assert done[0].digest == whole.digest
         on_the_way = 3 * 500_000
@@ -163,10 +162,10 @@ def test_a_download_never_fetches_a_byte_twice(bench, running):
 def test_a_download_that_failed_for_good_goes_on_later(bench, running):
     with (
         linked(running, "20Mbit/20ms") as proxy,
-        bench.server(proxy.url, retry=Retry(tries=1)) as server,
+        bench.client(proxy.url, retry=Retry(tries=1)) as client,
     ):
         done: list[Any] = []
-        thread = threading.Thread(target=_note, args=(done, lambda: server.whole(0, 0)))
+        thread = threading.Thread(target=_note, args=(done, lambda: client.whole(0, 0)))
         thread.start()
         proxy.wait_until(lambda traffic: traffic.down_arrived > 2_500_000)
         proxy.cut(refuse=True)
@@ -174,14 +173,14 @@ def test_a_download_that_failed_for_good_goes_on_later(bench, running):
         assert isinstance(done[0], LinkError)
         proxy.heal()
         before = proxy.down_bytes
-        found = server.whole(0, 0)
+        found = client.whole(0, 0)
         assert proxy.down_bytes - before < len(found.data) - 1_000_000
 
 
 def test_a_pull_that_breaks_off_goes_on_where_it_was(bench, running, tmp_path):
-    with linked(running, "20Mbit/20ms") as proxy, bench.server(proxy.url) as server:
+    with linked(running, "20Mbit/20ms") as proxy, bench.client(proxy.url) as client:
         before, done = proxy.down_bytes, []
-        pull = partial(server.weights, tmp_path / "model.safetensors")
+        pull = partial(client.weights, tmp_path / "model.safetensors")
         thread = threading.Thread(target=_note, args=(done, pull))
         thread.start()
         proxy.wait_until(lambda traffic: traffic.down_arrived > before + 2_500_000)
@@ -192,18 +191,18 @@ def test_a_pull_that_breaks_off_goes_on_where_it_was(bench, running, tmp_path):
         assert size > 4 * VALUES and proxy.down_bytes - before < size + 1_000_000
 
 
-def test_a_server_killed_in_mid_upload_gets_only_what_it_does_not_have(carrier):
+def test_a_server_killed_in_mid_upload_gets_only_what_it_does_not_have(backend):
     with stage(VALUES) as running:
-        bench = Bench(running, carrier=carrier)
+        bench = Bench(running, backend=backend)
         patient = Retry(tries=40, first=0.1, most=0.3)
         few: dict[str, Any] = {"lanes": 1, "part_bytes": 300_000}
         with (
             linked(running, "40Mbit/10ms") as proxy,
-            bench.server(proxy.url, retry=patient, **few) as server,
+            bench.client(proxy.url, retry=patient, **few) as client,
         ):
             done: list[Any] = []
             before = proxy.up_bytes
-            thread = threading.Thread(target=_note, args=(done, lambda: bench.submit(server)))
+            thread = threading.Thread(target=_note, args=(done, lambda: bench.submit(client)))
             thread.start()
             proxy.wait_until(lambda traffic: traffic.up_arrived > 2_800_000)
             running.restart()
@@ -216,26 +215,26 @@ def test_a_server_killed_in_mid_upload_gets_only_what_it_does_not_have(carrier):
 
 
 def test_a_frame_longer_than_its_fragment_is_refused_before_it_is_read(bench, running):
-    with linked(running, "unlimited/0ms") as proxy, bench.server(proxy.url) as server:
+    with linked(running, "unlimited/0ms") as proxy, bench.client(proxy.url) as client:
         before = proxy.up_bytes
         with pytest.raises(WireError, match="at most"):
-            bench.submit(server, frame=bytes(12_000_000))
+            bench.submit(client, frame=bytes(12_000_000))
         assert proxy.up_bytes - before < 12_000_000 / 2
 
 
 def test_another_epoch_is_fenced(bench):
-    with bench.server() as server, pytest.raises(FencedError):
-        bench.submit(server, epoch=bench.running.epoch - 1)
+    with bench.client() as client, pytest.raises(FencedError):
+        bench.submit(client, epoch=bench.running.epoch - 1)
 
 
 def test_a_damaged_frame_leaves_nothing_behind(bench):
     middle = len(bench.data) // 2
     damaged = bench.data[:middle] + b"?" + bench.data[middle + 1 :]
-    with bench.server() as server:
+    with bench.client() as client:
         with pytest.raises(WireError, match=r"hash|digest"):
-            bench.submit(server, frame=damaged)
+            bench.submit(client, frame=damaged)
         assert not any("draft" in name for name in bench.kept())
-        assert decided(bench.submit(server))
+        assert decided(bench.submit(client))
 
 
 def test_heartbeats_do_not_wait_for_an_upload(running):
@@ -254,8 +253,8 @@ def test_heartbeats_do_not_wait_for_an_upload(running):
     took = []
     with (
         linked(running, "10Mbit/50ms") as proxy,
-        bench.server(proxy.url) as bulk,
-        bench.server(proxy.url) as control,
+        bench.client(proxy.url) as bulk,
+        bench.client(proxy.url) as control,
     ):
         done: list[Any] = []
         thread = threading.Thread(target=_note, args=(done, lambda: bench.submit(bulk)))
@@ -269,11 +268,11 @@ def test_heartbeats_do_not_wait_for_an_upload(running):
     assert statistics.quantiles(took, n=100)[98] < 2.0
 
 
-def test_an_upload_keeps_to_its_rate_limit(running, carrier):
-    bench = Bench(running, carrier=carrier)
-    with bench.server(rate_limit=20e6) as server:
+def test_an_upload_keeps_to_its_rate_limit(running, backend):
+    bench = Bench(running, backend=backend)
+    with bench.client(rate_limit=20e6) as client:
         began = time.monotonic()
-        assert decided(bench.submit(server))
+        assert decided(bench.submit(client))
         assert time.monotonic() - began > 0.9 * len(bench.data) * 8 / 20e6
 
 
@@ -286,9 +285,9 @@ def test_a_link_that_falls_silent_is_given_up_after_a_time_that_follows_from_its
             "retry": Retry(tries=1),
             "say": said.append,
         }
-        with bench.server(proxy.url, **options) as server:
+        with bench.client(proxy.url, **options) as client:
             done: list[Any] = []
-            thread = threading.Thread(target=_note, args=(done, lambda: bench.submit(server)))
+            thread = threading.Thread(target=_note, args=(done, lambda: bench.submit(client)))
             thread.start()
             proxy.wait_until(lambda traffic: traffic.up_arrived > 1_800_000)
             proxy.cut()
@@ -310,9 +309,9 @@ def test_a_file_is_sent_as_it_was_when_it_was_opened(bench, running, tmp_path: P
     file, other = tmp_path / "0.frame", tmp_path / "other"
     file.write_bytes(bench.data)
     other.write_bytes(bytes(len(bench.data)))
-    with linked(running, "40Mbit/10ms") as proxy, bench.server(proxy.url) as server:
+    with linked(running, "40Mbit/10ms") as proxy, bench.client(proxy.url) as client:
         done: list[Any] = []
-        act = partial(bench.submit, server, frame=file)
+        act = partial(bench.submit, client, frame=file)
         thread = threading.Thread(target=_note, args=(done, act))
         thread.start()
         proxy.wait_until(lambda traffic: traffic.up_arrived > 1_000_000)

@@ -1,4 +1,4 @@
-"""Both carriers move the same bytes, survive the same faults, and give up in the same words."""
+"""Both backends move the same bytes, survive the same faults, and give up in the same words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import httpx
 import pytest
 
 from diloco_cli.errors import LinkError, SpecError, WireError
-from diloco_cli.net.connection import ARRIVED, Carrier, Connection, Retry, Timeouts, checked_url
+from diloco_cli.net.backends import PIECES
+from diloco_cli.net.connection import Connection, checked_url
+from diloco_cli.net.options import DEFAULTS, ONCE, Options, Retry, Timeouts
 from diloco_cli.net.refusal import Gone, read
 from diloco_cli.net.transfer.upload import Source
 from tests.net.goaway_server import leaving
@@ -21,12 +23,10 @@ from tests.net.goaway_server import leaving
 BIG = bytes(range(256)) * 20_000  # 5 MB: many HTTP/2 frames, more than one window's default.
 
 
-@pytest.fixture(params=["control", "pyreqwest", "httpx"])
+@pytest.fixture(params=["pyreqwest", "httpx"])
 def link(request, puppet, patience) -> Iterator[Connection]:
-    """Every way of reaching a server that the package uses."""
-    bulk = request.param != "control"
-    carrier: Carrier = "httpx" if request.param == "httpx" else "pyreqwest"
-    made = Connection(puppet.url, bulk=bulk, carrier=carrier, stop=patience)
+    """A connection on each backend."""
+    made = Connection(puppet.url, DEFAULTS, request.param, stop=patience)
     yield made
     made.close()
 
@@ -61,12 +61,12 @@ def test_downloads_arrive_whole(link, puppet):
 
 
 def test_downloads_can_be_had_as_they_arrive(puppet, patience):
-    link = Connection(puppet.url, bulk=True, stop=patience)
+    link = Connection(puppet.url, DEFAULTS, "pyreqwest", stop=patience)
     found, pieces = bytearray(len(BIG)), []
 
     def fill(response):
         at = 0
-        for piece in response.extensions[ARRIVED]():
+        for piece in response.extensions[PIECES]():
             assert isinstance(piece, memoryview)
             pieces.append(len(piece))
             found[at : at + len(piece)] = piece
@@ -184,16 +184,16 @@ def test_a_stop_ends_the_waiting_not_the_call(link, puppet):
 def test_the_environment_does_not_redirect_anybody(puppet, monkeypatch, patience):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    for bulk in (False, True):
-        link = Connection(puppet.url, bulk=bulk, stop=patience, retry=Retry(tries=1))
+    for backend in ("httpx", "pyreqwest"):
+        link = Connection(puppet.url, Options(retry=ONCE), backend, stop=patience)
         puppet.will("GET /a", 200, b"direct")
         assert link.call("GET", "/a", everything) == b"direct"
         link.close()
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_nobody_there_is_a_sentence_with_a_hint(bulk, patience):
-    link = Connection("http://127.0.0.1:1", bulk=bulk, stop=patience, retry=Retry(tries=3))
+@pytest.mark.parametrize("backend", ["httpx", "pyreqwest"])
+def test_nobody_there_is_a_sentence_with_a_hint(backend, patience):
+    link = Connection("http://127.0.0.1:1", Options(retry=Retry(tries=3)), backend, stop=patience)
     with pytest.raises(LinkError, match=r"127.0.0.1:1 cannot be reached.*3 tries") as refusal:
         link.call("GET", "/", everything)
     assert refusal.value.hint == "Is the server up? Try `diloco status http://127.0.0.1:1`."
@@ -219,20 +219,18 @@ def breaker() -> Iterator[str]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
-def test_a_connection_that_broke_is_not_one_that_could_not_be_made(
-    breaker, patience, bulk, carrier
-):
-    link = Connection(breaker, bulk=bulk, carrier=carrier, stop=patience, retry=Retry(tries=1))
+@pytest.mark.parametrize("backend", ["httpx", "pyreqwest"])
+def test_a_connection_that_broke_is_not_one_that_could_not_be_made(breaker, patience, backend):
+    link = Connection(breaker, Options(retry=ONCE), backend, stop=patience)
     with pytest.raises(LinkError, match=r"The connection to .* broke") as refusal:
         link.call("PUT", "/up", everything, body=BIG)
     assert isinstance(refusal.value.__cause__, httpx.RequestError)
     link.close()
 
 
-@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
-def test_a_server_that_was_restarted_is_found_again(restarted, patience, bulk, carrier):
-    link = Connection(restarted.url, bulk=bulk, carrier=carrier, stop=patience)
+@pytest.mark.parametrize("backend", ["httpx", "pyreqwest"])
+def test_a_server_that_was_restarted_is_found_again(restarted, patience, backend):
+    link = Connection(restarted.url, DEFAULTS, backend, stop=patience)
     restarted.will("GET /a", 200, b"before")
     assert link.call("GET", "/a", everything) == b"before"
     restarted.stop()
@@ -242,15 +240,15 @@ def test_a_server_that_was_restarted_is_found_again(restarted, patience, bulk, c
     link.close()
 
 
-@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
+@pytest.mark.parametrize("backend", ["httpx", "pyreqwest"])
 @pytest.mark.parametrize("manner", ["finish", "drop"])
 @pytest.mark.parametrize("direction", ["up", "down", "short"])
-def test_a_goodbye_in_mid_transfer_is_survived(patience, bulk, carrier, manner, direction):
+def test_a_goodbye_in_mid_transfer_is_survived(patience, backend, manner, direction):
     """A server that shuts down sends GOAWAY; what it no longer finishes is begun again."""
     body = {"up": b"fine", "down": BIG, "short": BIG[:40_000]}[direction]
     after = 10_000 if direction == "short" else 1_000_000
     with leaving(manner, body=body, after=after) as server:
-        link = Connection(server.url, bulk=bulk, carrier=carrier, stop=patience)
+        link = Connection(server.url, DEFAULTS, backend, stop=patience)
         for _ in range(2):
             sent = BIG if direction == "up" else None
             assert link.call("PUT", "/x", everything, body=sent, seconds=30) == body
@@ -260,37 +258,33 @@ def test_a_goodbye_in_mid_transfer_is_survived(patience, bulk, carrier, manner, 
         assert len(patience.pauses) <= 2
 
 
-@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
+@pytest.mark.parametrize("backend", ["httpx", "pyreqwest"])
 @pytest.mark.parametrize("said", [30_000, 100_000])
-def test_more_than_an_answer_said_it_has_is_not_taken(patience, bulk, carrier, said):
+def test_more_than_an_answer_said_it_has_is_not_taken(patience, backend, said):
     with leaving("finish", body=BIG[: said + 1], after=len(BIG), said=said) as server:
-        link = Connection(
-            server.url, bulk=bulk, carrier=carrier, stop=patience, retry=Retry(tries=2)
-        )
+        link = Connection(server.url, Options(retry=Retry(tries=2)), backend, stop=patience)
         with pytest.raises(LinkError, match=r"The connection to .* broke"):
             link.call("GET", "/x", everything)
         link.close()
 
 
-@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
-def test_an_answer_that_never_ends_is_refused_at_its_limit(patience, bulk, carrier):
+@pytest.mark.parametrize("backend", ["httpx", "pyreqwest"])
+def test_an_answer_that_never_ends_is_refused_at_its_limit(patience, backend):
     with leaving("finish", body=BIG[:500_000], after=len(BIG), said=-1) as server:
-        link = Connection(
-            server.url, bulk=bulk, carrier=carrier, stop=patience, retry=Retry(tries=1)
-        )
+        link = Connection(server.url, Options(retry=ONCE), backend, stop=patience)
         with pytest.raises(WireError, match="more than the 1000 bytes"):
             link.call("GET", "/x", lambda response: read(link.url, response, 1000))
         link.close()
 
 
-@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
-def test_what_nobody_reads_is_closed_all_the_same(patience, bulk, carrier):
+@pytest.mark.parametrize("backend", ["httpx", "pyreqwest"])
+def test_what_nobody_reads_is_closed_all_the_same(patience, backend):
     with leaving("finish", body=BIG[:500_000], after=len(BIG), said=-1) as server:
-        link = Connection(server.url, bulk=bulk, carrier=carrier, stop=patience)
+        link = Connection(server.url, DEFAULTS, backend, stop=patience)
         response = link.call("GET", "/x", lambda response: response)
         assert response.is_closed
         # Before its time is up. httpx forgets the stream and tells nobody.
-        assert carrier == "httpx" or server.reset.wait(5)
+        assert backend == "httpx" or server.reset.wait(5)
         link.close()
 
 

@@ -7,23 +7,23 @@ from collections.abc import Iterator
 import pytest
 
 from diloco_cli.net.client import Client
-from diloco_cli.net.transfer.throughput import PART_BYTES
-from diloco_cli.net.transfer.upload import CRUMBS, Source, Upload
+from diloco_cli.net.options import PART_BYTES
+from diloco_cli.net.transfer.upload import SHORTEST_LAST_PART, Source, Upload
 
 PLENTY = 100 * PART_BYTES
 
 
 @pytest.fixture
 def upload() -> Iterator[Upload]:
-    with Client("http://127.0.0.1:9") as server:  # Nobody is asked.
-        server.up.moved(PART_BYTES, 0.01)
+    with Client("http://127.0.0.1:9") as client:  # Never connected to.
+        client.up.moved(PART_BYTES, 0.01)
         yield Upload(
             Source(bytes(64)),
             "/v1/fragments/0/contributions/paris/0-1",
-            lane=server.lane,
-            gauge=server.up,
+            lane=client.lane,
+            throughput=client.up,
             headers={},
-            answer=server.answer,
+            answer=client.answer,
         )
 
 
@@ -40,7 +40,7 @@ def test_the_last_parts_become_shorter_but_no_crumbs(upload):
     left, lengths = PART_BYTES, []
     while left > 0:
         length, least = upload._lengths(0, left, 2)
-        assert least == PART_BYTES // CRUMBS
+        assert least == PART_BYTES // SHORTEST_LAST_PART
         lengths.append(length)
         left -= length
     assert lengths == [PART_BYTES // part for part in (2, 4, 8, 8)]

@@ -11,12 +11,13 @@ from h2.connection import H2Connection
 from h2.events import RemoteSettingsChanged, RequestReceived, WindowUpdated
 from h2.settings import SettingCodes
 
-from diloco_cli.net.connection import Carrier, Connection
+from diloco_cli.net.connection import Connection
+from diloco_cli.net.options import DEFAULTS, Backend
 
 MEBI = 1 << 20
 
 
-def observed(bulk: bool, carrier: Carrier) -> tuple[list[tuple[str, str]], dict[str, int]]:
+def observed(backend: Backend) -> tuple[list[tuple[str, str]], dict[str, int]]:
     """Answers one request by hand; returns its headers and the windows the client opened."""
     listener = socket.create_server(("127.0.0.1", 0))
     headers: list[tuple[str, str]] = []
@@ -46,7 +47,7 @@ def observed(bulk: bool, carrier: Carrier) -> tuple[list[tuple[str, str]], dict[
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    link = Connection(f"http://127.0.0.1:{listener.getsockname()[1]}", bulk=bulk, carrier=carrier)
+    link = Connection(f"http://127.0.0.1:{listener.getsockname()[1]}", DEFAULTS, backend)
     link.call("GET", "/", lambda response: response.status_code)
     link.close()
     thread.join(10)
@@ -55,16 +56,16 @@ def observed(bulk: bool, carrier: Carrier) -> tuple[list[tuple[str, str]], dict[
     return headers, windows
 
 
-@pytest.mark.parametrize("bulk, carrier", [(False, "httpx"), (True, "pyreqwest"), (True, "httpx")])
-def test_the_host_is_said_once(bulk, carrier):
+@pytest.mark.parametrize("backend", ["httpx", "pyreqwest"])
+def test_the_host_is_said_once(backend):
     """In `:authority`; proxies exist that answer 400 to a `host` beside it."""
-    headers, _ = observed(bulk, carrier)
+    headers, _ = observed(backend)
     names = [name for name, _ in headers]
     assert ":authority" in names and "host" not in names
     assert len(names) == len(set(names))
 
 
 def test_bulk_downloads_open_windows_that_fill_a_long_line():
-    _, windows = observed(True, "pyreqwest")
+    _, windows = observed("pyreqwest")
     assert windows["stream"] == 64 * MEBI
     assert windows["connection"] > 120 * MEBI

@@ -12,7 +12,7 @@ import pytest
 
 from diloco_cli.errors import SpecError
 from diloco_cli.net.client import Client
-from diloco_cli.net.connection import Retry
+from diloco_cli.net.options import ONCE, Options
 from diloco_cli.server.http.audit import Audit
 from diloco_cli.wire.frame import open_frame
 from tests.security.tls_server import Guarded, client, mixed
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.live
 def contribute(running: Guarded) -> tuple[str, int]:
     """Lets paris join, contribute and fetch; says its frame's digest and length."""
     paris = running.vault.identity("upload", "paris")
-    with Client(running.url, identity=paris, retry=Retry(tries=1)) as server:
-        about = server.run()
+    with Client(running.url, Options(credentials=paris, retry=ONCE)) as api:
+        about = api.run()
         region = Region("paris", make_recipe(), about.run)
         asked = region.join
-        joined = server.join(
+        joined = api.join(
             "paris",
             owner=asked.owner,
             boot=asked.boot,
@@ -39,9 +39,9 @@ def contribute(running: Guarded) -> tuple[str, int]:
         frame = region.frame(0)
         said = open_frame(frame)
         base, clock = said.header.base, said.header.clock
-        answer = server.submit(0, "paris", base, clock, frame, epoch=joined.epoch)
+        answer = api.submit(0, "paris", base, clock, frame, epoch=joined.epoch)
         assert answer.fate in ("pending", "returned")
-        server.whole(0, 0)
+        api.whole(0, 0)
     return said.digest, len(frame)
 
 
@@ -56,10 +56,10 @@ def test_everything_that_moves_leaves_a_line_and_no_line_a_secret(own: Callable[
     with client(running.url, mixed(paris, "diloco.trial.paris.GUESSED-SECRET")) as asked:
         assert asked.get("/v1/status").status_code == 401
         asked.get("/v1/status?token=IN-THE-QUERY")
-    with Client(running.url, identity=paris, retry=Retry(tries=1)) as server:
-        server.run()
+    with Client(running.url, Options(credentials=paris, retry=ONCE)) as api:
+        api.run()
         with pytest.raises(SpecError):
-            server.submit(0, "tokyo", 0, 1, b"x" * 100, epoch=1)
+            api.submit(0, "tokyo", 0, 1, b"x" * 100, epoch=1)
     lines = _until(running, lambda line: line["code"] == "other-region")
     by = {(line["who"], line["call"], line["outcome"]): line for line in lines}
     brought = next(line for line in lines if line["call"] == "contribute" and line["bytes_in"])

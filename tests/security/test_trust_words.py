@@ -1,4 +1,4 @@
-"""What a client says when certificates or tokens are wrong: both carriers, one sentence each."""
+"""What a client says when certificates or tokens are wrong: both backends, one sentence each."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ import pytest
 
 from diloco_cli.errors import DilocoError, SpecError
 from diloco_cli.net.client import Client
-from diloco_cli.net.connection import Carrier, Retry
-from diloco_cli.net.credentials import Credentials, Untrusted, load_credentials, token_from_environment, read_token
+from diloco_cli.net.credentials import (
+    Credentials,
+    Untrusted,
+    load_credentials,
+    read_token,
+    token_from_environment,
+)
+from diloco_cli.net.options import ONCE, Backend, Options, Retry
 from diloco_cli.server.access import authority
 from tests.security.tls_server import Guarded, Vault, mixed
 
 pytestmark = pytest.mark.live
 
-CARRIERS: tuple[Carrier, ...] = ("pyreqwest", "httpx")
+BACKENDS: tuple[Backend, ...] = ("pyreqwest", "httpx")
 
 
-def asked(url: str, identity: Credentials, carrier: Carrier) -> DilocoError:
+def asked(url: str, credentials: Credentials, backend: Backend) -> DilocoError:
     """Asks for something small and something large; both must fail alike."""
+    options = Options(retry=Retry(tries=3), credentials=credentials, backend=backend)
     found = []
-    for call in (Client.status, lambda server: server.whole(0, 0)):
-        with Client(url, identity=identity, carrier=carrier, retry=Retry(tries=3)) as server:
-            server._about = None
+    for call in (Client.status, lambda client: client.whole(0, 0)):
+        with Client(url, options) as client:
+            client._run = None
             with pytest.raises(DilocoError) as raised:
-                call(server)
+                call(client)
         found.append(raised.value)
     assert {type(one) for one in found} == {type(found[0])}
     assert found[0].message == found[1].message
@@ -52,7 +59,7 @@ def spoiled(
     }
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("which", "kind", "says"),
     [
@@ -66,22 +73,22 @@ def spoiled(
 def test_what_is_wrong_is_said_at_once_with_what_to_do(
     guarded: Guarded,
     spoiled: dict[str, Credentials],
-    carrier: Carrier,
+    backend: Backend,
     which: str,
     kind: type[DilocoError],
     says: str,
 ):
-    error = asked(guarded.url, spoiled[which], carrier)
+    error = asked(guarded.url, spoiled[which], backend)
     assert type(error) is kind and says in error.message and error.hint
     assert error.exit_code == (4 if kind is Untrusted else 2)
     assert spoiled[which].token not in str(error) or not spoiled[which].token
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_server_by_another_name_is_not_believed(
-    guarded: Guarded, spoiled: dict[str, Credentials], carrier: Carrier
+    guarded: Guarded, spoiled: dict[str, Credentials], backend: Backend
 ):
-    error = asked(guarded.url.replace("127.0.0.1", "127.0.0.2"), spoiled["good"], carrier)
+    error = asked(guarded.url.replace("127.0.0.1", "127.0.0.2"), spoiled["good"], backend)
     # It listens on 127.0.0.1 only, so this is a server that is not there.
     assert error.exit_code == 4 and not isinstance(error, Untrusted)
 
@@ -93,34 +100,34 @@ def test_an_expired_server_and_one_of_other_names_are_told_apart(
     folder = running.vault.office.folder
     paris = running.vault.identity("upload", "paris")
     other = running.url.replace("127.0.0.1", "127.0.0.2")
-    for carrier in CARRIERS:
-        error = asked(other, paris, carrier)
+    for backend in BACKENDS:
+        error = asked(other, paris, backend)
         assert isinstance(error, Untrusted)
         assert "for other names than 127.0.0.2" in error.message
         assert "--host 127.0.0.2" in (error.hint or "")
     signer = authority.read_pair(folder / "ca.pem", folder / "ca.key")
     expired = authority.make_server(signer, [], -1)
-    authority.keep_pair(expired, folder / "server.pem", folder / "server.key")
+    authority.keep_pair(expired, folder / "client.pem", folder / "client.key")
     running.until("the certificates have changed and are in use")
-    for carrier in CARRIERS:
-        error = asked(running.url, paris, carrier)
+    for backend in BACKENDS:
+        error = asked(running.url, paris, backend)
         assert isinstance(error, Untrusted) and "has expired" in error.message
 
 
-def test_both_carriers_get_through_with_what_was_issued(
+def test_both_backends_get_through_with_what_was_issued(
     guarded: Guarded, spoiled: dict[str, Credentials]
 ):
-    for carrier in CARRIERS:
-        with Client(guarded.url, identity=spoiled["good"], carrier=carrier) as server:
-            assert server.status()["name"] == "trial"
-            assert server.whole(0, 0).header.version == 0
+    for backend in BACKENDS:
+        with Client(guarded.url, Options(credentials=spoiled["good"], backend=backend)) as client:
+            assert client.status()["name"] == "trial"
+            assert client.whole(0, 0).header.version == 0
 
 
 def test_another_regions_place_cannot_be_taken(guarded: Guarded, spoiled: dict[str, Credentials]):
-    with Client(guarded.url, identity=spoiled["good"], retry=Retry(tries=1)) as server:
-        about = server.run()
+    with Client(guarded.url, Options(credentials=spoiled["good"], retry=ONCE)) as client:
+        about = client.run()
         with pytest.raises(SpecError, match="credential of region 'paris', not of 'tokyo'"):
-            server.join(
+            client.join(
                 "tokyo",
                 owner="x",
                 boot=1,

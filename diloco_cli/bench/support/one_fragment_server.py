@@ -75,7 +75,7 @@ class OneFragmentServer:
     epoch: int = field(default=0)
 
     @property
-    def identity(self) -> Credentials:
+    def credentials(self) -> Credentials:
         """Who the first region is to a server that asks."""
         certs = self.recipe.spec.server.certs
         return load_credentials(bundle(Path(certs), "upload", REGIONS[0])) if certs else NOBODY

@@ -17,6 +17,7 @@ from diloco_cli.assemble import load_run, resolve, shared_digest
 from diloco_cli.core.fragments import Fragment, Layout
 from diloco_cli.errors import RunFailed
 from diloco_cli.net.client import Client
+from diloco_cli.net.options import Options
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.frame import Header, pack
 from diloco_cli.wire.messages import News
@@ -38,7 +39,7 @@ class Spent:
 def be_region(pipe: Connection, spec_file: Path, name: str, url: str) -> None:
     """Plays a region: does as many rounds as the pipe says, until it says 0."""
     spec = load_run(spec_file).spec
-    with Client(url, control="pyreqwest") as server:  # As a worker has it.
+    with Client(url, Options(control_backend="pyreqwest")) as server:  # As a worker has it.
         region = RandomRegion(spec, name, server)
         pipe.send(None)
         while rounds := pipe.recv():

@@ -108,7 +108,7 @@ class Transfer:
         answer: Callable[[httpx.Response], Answer],
         headers: dict[str, str],
     ) -> Answer:
-        """Sends a contribution in one piece; a long one that breaks off is not retried like this."""
+        """Sends a contribution in one piece; a long one that breaks off is not retried so."""
         began = time.monotonic()
         decision = self.lane(0).call(
             "PUT",

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_cli.net.client import Client
-from diloco_cli.net.connection import Retry
 from diloco_cli.net.credentials import NOBODY, Credentials
+from diloco_cli.net.options import DEFAULTS, Options, Retry
 
 TRIPS, FETCHES = 20, 3
 
@@ -45,26 +45,26 @@ def measure(
     url: str,
     say: Callable[[str], None] = lambda text: None,
     *,
-    retry: Retry | None = None,
-    identity: Credentials = NOBODY,
+    retry: Retry = DEFAULTS.retry,
+    credentials: Credentials = NOBODY,
 ) -> Way:
     """Asks short questions and fetches the largest fragment, several times each."""
-    with Client(url, retry=retry, identity=identity) as server:
-        about = server.run()
+    with Client(url, Options(retry=retry, credentials=credentials)) as client:
+        about = client.run()
         trips, status = [], {}
         for _ in range(TRIPS):
             began = time.monotonic()
-            status = server.status()
+            status = client.status()
             trips.append(time.monotonic() - began)
         fragment = max(range(len(about.fragments)), key=lambda number: about.fragments[number])
-        latest = server.latest(fragment, wait=0)
+        latest = client.latest(fragment, wait=0)
         version = latest.version if latest else 0
         rates, size = [], 0
         for _ in range(FETCHES):
             began = time.monotonic()
-            size = len(server.whole(fragment, version).data)
+            size = len(client.whole(fragment, version).data)
             rates.append(size / (time.monotonic() - began))
-            say(f"fragment {fragment}, {size / 1e6:.1f} MB: {server.down}")
+            say(f"fragment {fragment}, {size / 1e6:.1f} MB: {client.down}")
     return Way(trips, rates, size, _speeds(status))
 
 

@@ -13,11 +13,13 @@ from urllib.parse import urlsplit
 import httpx
 
 from diloco_cli.errors import DilocoError
-from diloco_cli.net.connection import checked_url, make_client
+from diloco_cli.net.backends import make_httpx_client
+from diloco_cli.net.connection import checked_url
 from diloco_cli.net.credentials import NOBODY, Credentials
+from diloco_cli.net.options import ONCE, Options
 from diloco_cli.plan.needs import gbit
 from diloco_cli.plan.plan import Plan
-from diloco_cli.run.ask import ONCE, SOON
+from diloco_cli.run.ask import SOON
 from diloco_cli.run.doctor.host import Check
 from diloco_cli.run.doctor.probe import measure
 from diloco_cli.wire import messages
@@ -28,16 +30,16 @@ SKEW = 30.0
 SOON_DAYS = 14
 
 
-def server(url: str, found: Plan | None, identity: Credentials = NOBODY) -> Iterator[Check]:
+def server(url: str, found: Plan | None, credentials: Credentials = NOBODY) -> Iterator[Check]:
     """Looks at the way to a server step by step; ends at the first that fails."""
     url = checked_url(url)
-    for look in (_connect, lambda url: _certificate(url, identity)):
+    for look in (_connect, lambda url: _certificate(url, credentials)):
         check = look(url)
         yield check
         if check.state == "fail":
             return
     try:
-        with make_client(url, timeouts=SOON, identity=identity) as client:
+        with make_httpx_client(url, Options(timeouts=SOON, credentials=credentials)) as client:
             response = client.get(messages.RUN)
     except httpx.HTTPError as error:
         fix = "Compare the URL with the one that `diloco serve` printed; a proxy may be in between."
@@ -51,7 +53,7 @@ def server(url: str, found: Plan | None, identity: Credentials = NOBODY) -> Iter
         return
     if found is not None:
         yield _same_run(about, found)
-    yield _way(url, found, identity)
+    yield _way(url, found, credentials)
 
 
 def _connect(url: str) -> Check:
@@ -67,14 +69,14 @@ def _connect(url: str) -> Check:
     return Check("reachable", "ok", f"{parts.hostname}:{port} answers within {took:.1f} ms")
 
 
-def _certificate(url: str, identity: Credentials) -> Check:
+def _certificate(url: str, credentials: Credentials) -> Check:
     parts = urlsplit(url)
     if parts.scheme != "https":
         local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         fix = "" if local else "Use a tunnel: everybody on the way can read and change what passes."
         return Check("TLS", "ok" if local else "warn", "the connection is not encrypted", fix)
     try:
-        context = identity.context()
+        context = credentials.context()
         with (
             socket.create_connection(
                 (parts.hostname or "", parts.port or 443), SOON.connect
@@ -146,9 +148,9 @@ def _same_run(about: dict[str, Any], found: Plan) -> Check:
     return Check("spec", "ok", "the server runs the same")
 
 
-def _way(url: str, found: Plan | None, identity: Credentials) -> Check:
+def _way(url: str, found: Plan | None, credentials: Credentials) -> Check:
     try:
-        way = measure(url, retry=ONCE, identity=identity)
+        way = measure(url, retry=ONCE, credentials=credentials)
     except DilocoError as error:
         return Check("link", "fail", error.message, error.hint or "")
     said = f"{gbit(way.rate)} down, {1000 * way.round_trip:.1f} ms"

@@ -19,14 +19,15 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.net.client import Client, FencedError
-from diloco_cli.net.connection import Retry
 from diloco_cli.net.credentials import NOBODY, Credentials
+from diloco_cli.net.options import DEFAULTS, ONCE, Options, Retry
 from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.resolved import write_resolved
@@ -70,7 +71,7 @@ def work(
     cores: Sequence[int] | None = None,
     with_parent: bool = False,
     wait: float = WAIT_SECONDS,
-    identity: Credentials = NOBODY,
+    credentials: Credentials = NOBODY,
 ) -> int:
     """Runs one region until the run is finished or stopped.
 
@@ -85,9 +86,9 @@ def work(
         mailbox.clear_agent_drafts()
         # Where the server listens, and how it keeps things, may be said on its own host only.
         spec_file = write_resolved(spec, folder, apart="server")
-        argv, limit = _argv(region, cores, spec_file), spec.wire.bits_per_second
-        agent = Agent(region, folder, server_url, terms, wakeup, argv=argv, rate_limit=limit)
-        agent.connect = partial(agent.connect, identity=identity)
+        argv = _argv(region, cores, spec_file)
+        options = Options(rate_limit=spec.wire.bits_per_second, credentials=credentials)
+        agent = Agent(region, folder, server_url, terms, wakeup, argv=argv, options=options)
 
         def at_once(number: int) -> None:
             agent.kill_trainer()
@@ -117,14 +118,14 @@ class Agent:
         wakeup: Wakeup,
         *,
         argv: Sequence[str],
-        rate_limit: float | None = None,
+        options: Options = DEFAULTS,
     ) -> None:
         self.region, self.terms, self.wakeup, self.argv = region, terms, wakeup, argv
         self.mailbox = Mailbox(folder / "regions" / region)
         self.mailbox.prepare()
         self.log = folder / "logs" / f"{region}.trainer.log"
         self.events = EventLog(folder / "events.jsonl", region)
-        self.connect = partial(Client, url, rate_limit=rate_limit)
+        self.options, self.connect = options, partial(Client, url)
         self.trainer: TrainerProcess | InheritedTrainer | None = None
         self._courier: SyncThreads | None = None
         self.restarts = 0
@@ -144,7 +145,7 @@ class Agent:
             self.mailbox.remove_fifos()
 
     def _run(self, door: RegionJoin, *, wait: float) -> int:
-        with self.connect(retry=Retry(tries=1)) as server:
+        with self.connect(replace(self.options, retry=ONCE)) as server:
             about = door.ask(server.run, wait=wait)
             if about is None:
                 return 0
@@ -193,6 +194,7 @@ class Agent:
             self.region,
             joined,
             connect=self.connect,
+            options=self.options,
             events=self.events,
             on_mail=self._ring_trainer,
             on_change=self.wakeup.wake,
@@ -327,7 +329,7 @@ class Agent:
         courier.close()
         courier.wait(KILL_SECONDS)  # A heartbeat after the goodbye would revive the region.
         try:
-            with self.connect(retry=Retry(tries=2)) as server:
+            with self.connect(replace(self.options, retry=Retry(tries=2))) as server:
                 server.heartbeat(self.region, report)
         except DilocoError as error:
             log.info(f"left without a goodbye: {error.message}")

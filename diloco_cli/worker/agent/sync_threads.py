@@ -18,11 +18,12 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from diloco_cli.errors import DilocoError, LinkError, RunFailed, WireError
 from diloco_cli.net.client import Client, FencedError, Gone
-from diloco_cli.net.connection import Retry, Timeouts
+from diloco_cli.net.options import DEFAULTS, ONCE, Options, Retry, Timeouts
 from diloco_cli.observe.events import EventLog
 from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.messages import Heartbeat, Joined, News
@@ -56,6 +57,7 @@ class SyncThreads:
         joined: Joined,
         *,
         connect: Callable[..., Client],
+        options: Options = DEFAULTS,
         events: EventLog,
         on_mail: Callable[[], None],
         on_change: Callable[[], None],
@@ -70,7 +72,7 @@ class SyncThreads:
         self.closed = threading.Event()
         self.state: dict[str, Any] = {"training": False, "why": "", "restarts": 0}
         """What the agent knows better than the trainer's progress."""
-        self._connect, self._events = connect, events
+        self._connect, self._options, self._events = connect, options, events
         self._on_mail, self._on_change = on_mail, on_change
         self._wakeups = {name: Wakeup() for name in ("heartbeat", "upload", "download")}
         self._lock = threading.Lock()
@@ -175,13 +177,14 @@ class SyncThreads:
     def _keep(self, name: str, act: Callable[[Client], None]) -> None:
         """Repeats one of the four duties until the courier is closed."""
         try:
-            # A heartbeat that hangs must not cost the lease that it is there to renew.
-            soon = Timeouts(answer=min(Timeouts.answer, self.news.lease_seconds / 3))
-            own = {"timeouts": soon} if name == "heartbeat" else {}
             # Short calls, but many: they share their core with the training.
-            own |= {"control": "pyreqwest", "stop": self.closed, "say": log.info}
-            with self._connect(retry=Retry(tries=1), **own) as way:
-                self._repeat(name, act, way)
+            options = replace(self._options, retry=ONCE, control_backend="pyreqwest")
+            if name == "heartbeat":
+                # A heartbeat that hangs must not cost the lease that it is there to renew.
+                soon = Timeouts(answer=min(Timeouts.answer, self.news.lease_seconds / 3))
+                options = replace(options, timeouts=soon)
+            with self._connect(options, stop=self.closed, say=log.info) as client:
+                self._repeat(name, act, client)
         except Exception as error:  # A silent thread would be a region that starves.
             self._give_up(RunFailed(f"Unexpected {error!r} in the {name} thread."))
 

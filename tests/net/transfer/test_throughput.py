@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_cli.net.transfer.throughput import LEAST_PART_BYTES, PART_BYTES, Throttle, Throughput
+from diloco_cli.net.options import PART_BYTES, Options, Timeouts
+from diloco_cli.net.transfer.throttle import Throttle
+from diloco_cli.net.transfer.throughput import LEAST_PART_BYTES, Throughput
 from diloco_cli.net.transfer.upload import missing
 
 MEGABIT = 1e6 / 8
+OPTIONS = Options(Timeouts(answer=10.0, slowest_bytes_per_second=100_000))
 
 
 class Clock:
@@ -30,7 +33,7 @@ def clock():
 
 @pytest.fixture
 def gauge(clock):
-    return Throughput("uploads", answer=10.0, slowest=100_000, now=clock)
+    return Throughput("uploads", OPTIONS, now=clock)
 
 
 def settle(gauge: Throughput, clock: Clock, rate: float, *, rounds: int = 20) -> None:
@@ -128,7 +131,7 @@ def test_a_near_server_gets_few_connections(gauge, clock):
 
 def test_what_is_derived_is_said_once(clock):
     said: list[str] = []
-    gauge = Throughput("uploads", answer=10.0, slowest=1e5, now=clock, say=said.append)
+    gauge = Throughput("uploads", OPTIONS, now=clock, say=said.append)
     for _ in range(3):
         gauge.moved(1_000_000, 0.8)
     assert len(said) == 1

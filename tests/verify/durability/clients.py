@@ -19,7 +19,7 @@ from typing import Any
 
 from diloco_cli.errors import DilocoError
 from diloco_cli.net.client import Client
-from diloco_cli.net.connection import Retry, Timeouts
+from diloco_cli.net.options import ONCE, Options, Timeouts
 from diloco_cli.wire.frame import open_frame
 from tests.server.harness import Region, make_recipe, make_spec
 
@@ -55,8 +55,8 @@ class Load:
                 time.sleep(PAUSE)
 
     def _connected(self) -> Client:
-        timeouts = Timeouts(connect=1.0, answer=10.0)
-        return Client(self.url, run=self.region.run, retry=Retry(tries=1), timeouts=timeouts)
+        options = Options(Timeouts(connect=1.0, answer=10.0), ONCE)
+        return Client(self.url, options, run=self.region.run)
 
     def _join(self, server: Client) -> None:
         run = server.run().run

@@ -16,7 +16,7 @@ import pytest
 
 from diloco_cli.errors import DilocoError, LinkError
 from diloco_cli.net.client import Client, FencedError
-from diloco_cli.net.connection import Retry
+from diloco_cli.net.options import ONCE, Options
 from diloco_cli.server.store.draft import Draft
 from diloco_cli.server.store.durable import DiskFull
 from diloco_cli.server.store.journal import read_journal
@@ -57,7 +57,7 @@ def test_a_full_disk_acknowledges_nothing_and_the_run_goes_on_when_there_is_room
                     file.write(bytes(4096))
             stage.wait(lambda: "Free some space" in json.dumps(status(url)))
             assert stage.server and stage.server.code() is None, "it waits, it does not die"
-            with Client(url, retry=Retry(tries=1)) as client:
+            with Client(url, Options(retry=ONCE)) as client:
                 late: Any = Region("paris", stage.recipe, client.run().run)
                 late.clock = 1000
                 with pytest.raises(LinkError, match="answered 507"):
@@ -138,7 +138,7 @@ def test_a_zombie_is_fenced_and_a_recorded_upload_is_never_merged_twice(tmp_path
         stage.until_published()
         zombie = stage.clients[2]
         os.kill(zombie.pid, signal.SIGSTOP)
-        with Client(url, retry=Retry(tries=1)) as client:
+        with Client(url, Options(retry=ONCE)) as client:
             rival: Any = Region("paris", stage.recipe, client.run().run, owner="another-disk")
             about = rival.join.model_dump(exclude={"wire"})
 

@@ -14,7 +14,7 @@ import pytest
 
 from diloco_cli.errors import DilocoError
 from diloco_cli.net.client import Answer, Client
-from diloco_cli.net.connection import Retry
+from diloco_cli.net.options import ONCE, Options
 from diloco_cli.server.store.journal import read_journal
 from diloco_cli.wire.frame import open_frame
 from tests.verify.durability.killable_server import DEADLINE, Region, Stage  # pyright: ignore[reportAttributeAccessIssue]
@@ -36,7 +36,7 @@ def test_no_answer_leaves_before_its_record_is_flushed(tmp_path):
         # The first flush is that of the join; the second one hangs until the server is killed.
         stage.start(failpoint="journal.written=stall:3600@2")
         url = stage.url()
-        with Client(url, retry=Retry(tries=1)) as client:
+        with Client(url, Options(retry=ONCE)) as client:
             region: Any = Region("paris", stage.recipe, client.run().run)
             about = region.join.model_dump(exclude={"wire"})
             region.epoch = client.join("paris", **about).epoch

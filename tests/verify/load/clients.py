@@ -23,7 +23,7 @@ from diloco_cli.bench.support.random_region import FATES, pseudo_gradient
 from diloco_cli.core.fragments import Fragment, Layout
 from diloco_cli.errors import DilocoError, LinkError
 from diloco_cli.net.client import Client
-from diloco_cli.net.connection import Retry, Timeouts
+from diloco_cli.net.options import Options, Retry, Timeouts
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.chunks import in_chunks, squeeze
 from diloco_cli.wire.codecs import codecs
@@ -120,7 +120,7 @@ def _goods(spec: RunSpec) -> Goods:
 class LoadClient:
     def __init__(self, goods: Goods, name: str, url: str) -> None:
         self.goods, self.name, self.retry = goods, name, Counting()
-        self.server = Client(url, retry=self.retry, timeouts=PATIENCE, control="pyreqwest")
+        self.server = Client(url, Options(PATIENCE, self.retry, control_backend="pyreqwest"))
         self.run_id = self.server.run().run
         joined = self.server.join(
             name,

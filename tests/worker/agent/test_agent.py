@@ -13,6 +13,7 @@ import threading
 import pytest
 
 from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.net.options import Options
 from diloco_cli.observe.events import read_events
 from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.worker.agent.agent import Agent, pause_before
@@ -52,11 +53,13 @@ def agent(tmp_path, counter, log_lines):
 
 
 def test_its_uploads_keep_to_the_rate_limit_of_the_spec(tmp_path):
-    agent = Agent("paris", tmp_path, "http://x", TERMS, Wakeup(), argv=[], rate_limit=8e6)
-    with agent.connect() as server:
-        bucket = server.lane(1)._bucket
-        assert bucket is not None and bucket.bytes_per_second == 1e6
-        assert bucket is server.lane(0)._bucket, "all connections share one"
+    agent = Agent(
+        "paris", tmp_path, "http://x", TERMS, Wakeup(), argv=[], options=Options(rate_limit=8e6)
+    )
+    with agent.connect(agent.options) as client:
+        throttle = client.lane(1).throttle
+        assert throttle is not None and throttle.bytes_per_second == 1e6
+        assert throttle is client.lane(0).throttle, "all connections share one"
 
 
 class Running:
