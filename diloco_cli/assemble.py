@@ -85,6 +85,11 @@ def resolve(spec: RunSpec) -> RunObjects:
     )
 
 
+def fragment_sizes(spec: RunSpec) -> tuple[int, ...]:
+    """Parameters of every fragment."""
+    return tuple(fragment.size for fragment in resolve(spec).layout.fragments)
+
+
 def recipe_of(spec: RunSpec, parts: RunObjects) -> ServerSettings:
     """Makes what a server needs apart from its folder."""
     return ServerSettings(

@@ -15,6 +15,7 @@ from diloco_cli.cli.spec import Format, OutputFormat, Overrides
 if TYPE_CHECKING:
     from diloco_cli.bench.published.verdict import Verdict
     from diloco_cli.sim.sweep import SimulatedCell
+    from diloco_cli.spec.schema import RunSpec
 
 Links = Annotated[
     list[str] | None,
@@ -83,14 +84,14 @@ def simulate(
     seed: Annotated[int, typer.Option(min=0, help="Faults and jitter follow from it.")] = 0,
     vary: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=A,B,…", help="Rehearse each value, as in link=0.5,1,2Gbit."),
+        typer.Option(metavar="KEY=A,B,…", help="Simulate each value, as in link=0.5,1,2Gbit."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw it; needs the extra `plot`.")
     ] = None,
     format: OutputFormat = Format.text,
 ) -> None:
-    """Rehearse a run on a virtual clock, with the round logic that runs live.
+    """Simulate a run on a virtual clock, with the round logic that runs live.
 
     Presets repeat published tables and say cell by cell whether they agree: streaming-table4,
     decoupled-table1, dp-bandwidth, hetero, llama3, 12b-four-regions, planet.
@@ -133,7 +134,7 @@ def simulate(
         trace=trace,
         seed=seed,
     )
-    found = _rehearse(what, overrides or [], world, vary or [])
+    found = _simulate(what, overrides or [], world, vary or [])
     if record is not None:
         from diloco_cli.sim import faults
 
@@ -166,10 +167,10 @@ def _kind(kind: str) -> Any:
     return kind
 
 
-def _rehearse(
+def _simulate(
     what: str, overrides: Sequence[str], world: Any, vary: Sequence[str]
 ) -> list[SimulatedCell]:
-    from diloco_cli.assemble import load_run
+    from diloco_cli.assemble import fragment_sizes, load_run
     from diloco_cli.bench.published import PRESETS
     from diloco_cli.errors import SpecError
     from diloco_cli.registry import nearest
@@ -181,8 +182,9 @@ def _rehearse(
             hint=nearest(what, list(PRESETS), "Presets"),
         )
 
-    def load(more: Sequence[str]) -> Any:
-        return load_run(what, [*overrides, *more]).spec
+    def load(more: Sequence[str]) -> tuple[RunSpec, tuple[int, ...]]:
+        spec = load_run(what, [*overrides, *more]).spec
+        return spec, fragment_sizes(spec)
 
     return list(sweep(load, world, parse_vary(vary)))
 
@@ -191,7 +193,7 @@ def _rehearse(
 
 
 def _columns() -> dict[str, Any]:
-    """What is said of each rehearsal: heading → value."""
+    """Columns of the table: heading → value."""
     return {
         "goodput time %": lambda one: 100 * one.outcome.goodput_time,
         "goodput tokens %": lambda one: 100 * one.outcome.goodput_tokens,
@@ -247,7 +249,7 @@ def _print_outcomes(found: Sequence[SimulatedCell]) -> None:
     Console().print(table)
     first = found[0]
     typer.echo(
-        f"\nRehearsed {first.outcome.seconds:,.0f} s of {first.scenario.name}, "
+        f"\nSimulated {first.outcome.seconds:,.0f} s of {first.scenario.name}, "
         f"{first.outcome.events:,} events, seed {first.scenario.seed}. Assumed:"
     )
     for line in first.assumptions:

@@ -1,7 +1,7 @@
 """Will it do? What a run needs, what to expect of it, what holds it up, what to change.
 
 needs        closed form, from the spec's own model, fragments and codecs
-expectation  a rehearsal of some exchanges over the links that were given
+expectation  a simulation of some exchanges over the links that were given
 advice       the mildest changes with which the lines suffice, each with its price
 """
 
@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from diloco_cli.assemble import fragment_sizes
 from diloco_cli.net.options import DEFAULTS
 from diloco_cli.net.transfer.throughput import PATIENCE, Throughput
 from diloco_cli.plan.advice import Advice, advised, followed, pasted
@@ -23,7 +24,7 @@ from diloco_cli.spec.schema import RunSpec
 
 Seconds = float
 CYCLES = 12
-"""Exchanges of the whole model that are rehearsed."""
+"""Exchanges of the whole model that are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Plan:
 
     @property
     def day(self) -> tuple[float, float]:
-        """Bytes that one region sends and fetches in a day, as rehearsed."""
+        """Bytes that one region sends and fetches in a day, as simulated."""
         share = 86400 / self.expected.seconds / len(self.scenario.sites) * self.unbroken
         return self.expected.bytes_up * share, self.expected.bytes_down * share
 
@@ -96,9 +97,9 @@ def tokens_per_day(outcome: SimulationOutcome) -> float:
 
 def plan(spec: RunSpec, world: World, *, target: float = 0.95) -> Plan:
     """Answers everything about a run before it begins."""
-    # Some exchanges are too short a time to meet rare failures in: those are reckoned.
+    # Some exchanges are too short to meet rare failures, so those are computed.
     calm = replace(world, mtbf=math.inf, server_mtbf=math.inf)
-    scenario, said = _rehearsed(spec, calm)
+    scenario, assumptions = _simulated(spec, calm)
     needs = traffic(scenario, target)
     advice = advised(spec, scenario, target)
     return Plan(
@@ -110,10 +111,10 @@ def plan(spec: RunSpec, world: World, *, target: float = 0.95) -> Plan:
         simulate(scenario),
         bounds(scenario, needs, world.cores),
         advice,
-        simulate(_rehearsed(followed(spec, advice), calm)[0]) if advice else None,
+        simulate(_simulated(followed(spec, advice), calm)[0]) if advice else None,
         unbroken(world),
         time_outs(spec, scenario, needs),
-        [*said, f"{CYCLES} exchanges of the model were rehearsed, seed {world.seed}"],
+        [*assumptions, f"{CYCLES} exchanges of the model were simulated, seed {world.seed}"],
     )
 
 
@@ -124,11 +125,13 @@ def unbroken(world: World) -> float:
     return 1 / (1 + lost / world.mtbf)
 
 
-def _rehearsed(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
-    scenario, said = scenario_of(spec, world)
+def _simulated(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
+    sizes = fragment_sizes(spec)
+    scenario, assumptions = scenario_of(spec, sizes, world)
     cycle = spec.sync.every * max(site.step for site in scenario.sites)
     seconds = world.duration or CYCLES * cycle
-    return replace(scenario_of(spec, replace(world, duration=seconds))[0], budget=math.inf), said
+    longer, _ = scenario_of(spec, sizes, replace(world, duration=seconds))
+    return replace(longer, budget=math.inf), assumptions
 
 
 # Time-outs

@@ -1,8 +1,7 @@
 """What goes wrong, when, and for how long?
 
 A schedule is a list of faults on the run's clock. It is drawn from a law (exponential,
-Weibull), or read from a file that somebody recorded, and whoever inflicts it, a rehearsal
-or a real run, reads the same file:
+Weibull) or read from a file; simulated and real runs read the same file:
 
     {"faults": [{"time": 12.5, "kind": "kill-trainer", "region": "paris"},
                 {"time": 40, "kind": "cut", "region": "tokyo", "duration": 20}]}

@@ -1,8 +1,8 @@
-"""What do things cost that a rehearsal cannot measure itself?
+"""What things cost that a simulation cannot measure itself.
 
-Bits a parameter depend on what training produces, and speeds on the machine, so both were
-measured once and are kept here, each with the command that shows it again. A kind nobody
-has measured counts with the bits of its plain form.
+Bits per parameter depend on what training produces, and speeds on the machine, so both were
+measured once and are kept here, each with the command that shows it again. A kind that
+was never measured counts with the bits of its plain form.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ LINE_SHARE = MeasuredValue(0.85, "the least that diloco bench link asks of 1 Gbi
 
 
 def bits(codec: Mapping[str, Any], table: Mapping[str, MeasuredValue]) -> float:
-    """Bits a parameter that frames of this codec were measured to take."""
+    """Bits per parameter that frames of this codec were measured to take."""
     found = table.get(str(codec.get("kind")))
     return found.value if found else 32.0

@@ -53,7 +53,7 @@ class SimulationOutcome:
 
 
 class OutcomeCounter:
-    """Counts while the play goes on."""
+    """Counts while the simulation runs."""
 
     def __init__(self, scenario: Scenario, *, training: int) -> None:
         self.scenario, self.training = scenario, training

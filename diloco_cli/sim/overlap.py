@@ -104,7 +104,7 @@ class Buckets:
 
 
 def bucket_utilisation(job: Buckets, rate: float, *, steps: int = 400) -> float:
-    """Plays steps one after another: buckets queue on the line, the step's end waits for them."""
+    """Simulates steps in order: buckets queue on the line, a step's end waits for them."""
     now = line = stalled = 0.0
     each = job.volume / job.buckets / rate
     waiting: list[tuple[int, Seconds]] = []

@@ -111,7 +111,7 @@ class SimulatedRegion:
         book, made = self.books[number], self.steps - self.marks[number]
         if made:
             tokens, old, held = made * self.site.tokens, book.totals, book.held
-            # Written out: `replace` would take half of the time of a large rehearsal.
+            # Written out: `replace` would take half of the time of a large simulation.
             totals = Totals(old.trained + tokens, old.applied, old.refused, old.discarded)
             held = Work(held.tokens + tokens, held.steps + made)
             book = Book(book.version, book.prev, held, book.flight, book.posted, totals)

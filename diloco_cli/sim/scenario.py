@@ -1,4 +1,4 @@
-"""What is to be rehearsed: who trains how fast, over which links, and what goes wrong.
+"""What is to be simulated: who trains how fast, over which links, and what goes wrong.
 
 A scenario holds no model and no data, only their sizes and times, so one for a million
 chips is as small as one for two laptops.
@@ -48,7 +48,7 @@ class Recovery:
 
     detect: Seconds = 1.0
     restart: Seconds = 8.0
-    """Until it trains again, once somebody has noticed; weights of a lost host come on top."""
+    """Until it trains again, once the failure is detected; weights of a lost host come on top."""
     shape: float = math.inf
     """Weibull's shape of the time to restart; infinite: always the same."""
     checkpoint: Seconds = 20.0

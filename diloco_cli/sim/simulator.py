@@ -28,12 +28,12 @@ Seconds = float
 
 
 def simulate(scenario: Scenario) -> SimulationOutcome:
-    """Plays a scenario to its end."""
+    """Simulates a scenario to its end."""
     return Simulation(scenario).run()
 
 
 class Simulation:
-    """One performance: the regions, the server and what passes between them."""
+    """One simulated run: the regions, the server and what passes between them."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -51,7 +51,7 @@ class Simulation:
             self.agenda.at(fault.time, self._struck, fault)
 
     def region_of(self, site: RegionSite) -> SimulatedRegion:
-        """Whoever plays a site; `training.py` lets it really train."""
+        """The simulated region of a site; bench/quality overrides this with one that trains."""
         return SimulatedRegion(site, self.scenario)
 
     def run(self) -> SimulationOutcome:

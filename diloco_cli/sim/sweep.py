@@ -1,4 +1,4 @@
-"""Many rehearsals at once: every combination of the values that are varied.
+"""Many simulations: every combination of the values that are varied.
 
 --vary regions=2,4,8 --vary link=0.5,1,2Gbit --vary sync.every=12,24
 """
@@ -17,7 +17,7 @@ from diloco_cli.sim.simulator import simulate
 from diloco_cli.sim.world import World, parse_span, scenario_of, with_regions
 from diloco_cli.spec.schema import RunSpec
 
-WORLDLY = ("regions", "link", "step", "flops", "mtbf", "restart", "seed")
+WORLD_KEYS = ("regions", "link", "step", "flops", "mtbf", "restart", "seed")
 MOST = 1000
 
 
@@ -41,10 +41,10 @@ def parse_vary(words: Sequence[str]) -> dict[str, list[str]]:
     for word in words:
         key, given, values = word.partition("=")
         listed = [value.strip() for value in values.split(",") if value.strip()]
-        if not given or not listed or (key not in WORLDLY and "." not in key):
+        if not given or not listed or (key not in WORLD_KEYS and "." not in key):
             raise SpecError(
                 f"--vary {word} is not understood.",
-                hint=f"Vary {', '.join(WORLDLY)}, or a key of the spec: --vary sync.every=12,24",
+                hint=f"Vary {', '.join(WORLD_KEYS)}, or a key of the spec: --vary sync.every=12,24",
             )
         unit = re.search(r"[A-Za-z].*$", listed[-1])
         if unit and key in ("link", "step", "mtbf", "restart"):
@@ -54,22 +54,25 @@ def parse_vary(words: Sequence[str]) -> dict[str, list[str]]:
     for values in axes.values():
         count *= len(values)
     if count > MOST:
-        raise SpecError(f"--vary asks for {count:,} rehearsals; {MOST:,} are the most at once.")
+        raise SpecError(f"--vary asks for {count:,} simulations; {MOST:,} are the most at once.")
     return axes
 
 
 def sweep(
-    load: Callable[[Sequence[str]], RunSpec], world: World, axes: dict[str, list[str]]
+    load: Callable[[Sequence[str]], tuple[RunSpec, tuple[int, ...]]],
+    world: World,
+    axes: dict[str, list[str]],
 ) -> Iterator[SimulatedCell]:
-    """Rehearses every combination; `load` gives the spec with some keys overridden."""
+    """Simulates every combination; `load` returns the spec with some keys overridden, and the
+    sizes of its fragments."""
     for chosen in itertools.product(*axes.values()):
         varied = dict(zip(axes, chosen, strict=True))
         overrides = [f"{key}={value}" for key, value in varied.items() if "." in key]
-        spec, own = load(overrides), world
+        (spec, sizes), changed = load(overrides), world
         for key, value in varied.items():
-            spec, own = _changed(spec, own, key, value)
-        scenario, said = scenario_of(spec, own)
-        yield SimulatedCell(varied, scenario, simulate(scenario), said)
+            spec, changed = _changed(spec, changed, key, value)
+        scenario, assumptions = scenario_of(spec, sizes, changed)
+        yield SimulatedCell(varied, scenario, simulate(scenario), assumptions)
 
 
 def _changed(spec: RunSpec, world: World, key: str, value: str) -> tuple[RunSpec, World]:

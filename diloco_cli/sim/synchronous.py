@@ -30,7 +30,7 @@ class Synchronous:
 
 
 def synchronous(scenario: Scenario, *, elastic: bool) -> Synchronous:
-    """Plays the scenario's faults on one job of all its regions."""
+    """Simulates the scenario's faults on one job of all its regions."""
     step = _step(scenario)
     recovery, whole = scenario.recovery, len(scenario.sites)
     back = recovery.detect + recovery.restart

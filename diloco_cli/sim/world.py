@@ -1,4 +1,4 @@
-"""A run spec becomes a scenario, once somebody has said what no spec says.
+"""A run spec and what no spec says become a scenario.
 
 How fast a region steps, how wide its link is and how often it dies are facts about the
 world. Whatever is left out is assumed, and every assumption is written down.
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from diloco_cli.assemble import resolve
 from diloco_cli.errors import SpecError
 from diloco_cli.sim import faults, measured
 from diloco_cli.sim.network import Link, parse_link
@@ -21,7 +20,7 @@ from diloco_cli.spec.schema import RegionSpec, RunSpec
 
 Seconds = float
 CYCLES = 100
-"""Exchanges of the whole model that are rehearsed when no time is given."""
+"""Exchanges of the whole model that are simulated when no duration is given."""
 CORE_FLOPS = 40e9
 """What one core of a laptop sustains: 8.1 k tokens/s of the quickstart's model, as it prints."""
 SPANS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -47,7 +46,7 @@ class World:
     server_mtbf: Seconds = math.inf
     recovery: Recovery = field(default_factory=Recovery)
     jitter: float = 0.05
-    """Of real machines; without any, regions would march in step."""
+    """Of real machines; without any, all regions would step at the same moments."""
     cores: int = 1
     """That the server merges on."""
     duration: Seconds | None = None
@@ -55,21 +54,24 @@ class World:
     seed: int = 0
 
 
-def scenario_of(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
-    """Gives the scenario, and in words what had to be assumed."""
-    layout, said = resolve(spec).layout, []
-    sites = tuple(_site(spec, region, layout.size, world) for region in spec.regions)
-    if reckoned := _reckoned(spec, sites, world):
-        said.append(reckoned)
+def scenario_of(spec: RunSpec, sizes: tuple[int, ...], world: World) -> tuple[Scenario, list[str]]:
+    """Returns the scenario, and in words what had to be assumed.
+
+    `sizes` are the parameters of every fragment, as `assemble.fragment_sizes` counts them.
+    """
+    assumptions: list[str] = []
+    sites = tuple(_site(spec, region, sum(sizes), world) for region in spec.regions)
+    if estimate := _estimated_step(spec, sites, world):
+        assumptions.append(estimate)
     if not world.links:
-        said.append("links of any rate and no delay (give --link)")
+        assumptions.append("links of any rate and no delay (give --link)")
     duration = world.duration or CYCLES * spec.sync.every * max(site.step for site in sites)
     names = [site.name for site in sites]
     wide = parse_link(world.server_link) if world.server_link else Link()
     scenario = Scenario(
         name=spec.name,
         sites=sites,
-        sizes=tuple(fragment.size for fragment in layout.fragments),
+        sizes=sizes,
         sync=spec.sync,
         duration=duration,
         up_bits=measured.bits(spec.wire.up, measured.BITS_UP),
@@ -86,11 +88,11 @@ def scenario_of(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
         budget=float(spec.budget.tokens),
         seed=world.seed,
     )
-    said.append(
-        f"{spec.wire.up['kind']} up takes {scenario.up_bits:g} bits a parameter, "
+    assumptions.append(
+        f"{spec.wire.up['kind']} up takes {scenario.up_bits:g} bits per parameter, "
         f"{spec.wire.down['kind']} down {scenario.down_bits:g} ({measured.WIRE})"
     )
-    return scenario, said
+    return scenario, assumptions
 
 
 def pace_of(spec: RunSpec) -> Seconds:
@@ -98,8 +100,8 @@ def pace_of(spec: RunSpec) -> Seconds:
     return (spec.chaos.step_seconds if spec.chaos else None) or 0.0
 
 
-def _reckoned(spec: RunSpec, sites: Sequence[RegionSite], world: World) -> str:
-    """Says of whose steps nothing is known but their arithmetic."""
+def _estimated_step(spec: RunSpec, sites: Sequence[RegionSite], world: World) -> str:
+    """How long a step was assumed to take; empty if all steps were given."""
     unknown = [site for site in sites if site.name not in world.steps]
     if world.step is not None or not unknown:
         return ""
@@ -152,7 +154,7 @@ def _faults(world: World, names: Sequence[str], until: Seconds) -> list[faults.F
 def with_regions(spec: RunSpec, count: int) -> RunSpec:
     """The same run with so many regions: the first of them, or more like them."""
     if not 1 <= count <= 100_000:
-        raise SpecError(f"regions={count}: between 1 and 100,000 can be rehearsed.")
+        raise SpecError(f"regions={count}: between 1 and 100,000 can be simulated.")
     known = spec.regions
     more = [
         known[number % len(known)].model_copy(update={"name": f"region-{number + 1}"})

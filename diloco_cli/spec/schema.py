@@ -98,7 +98,7 @@ class RegionSpec(Section):
     """Accelerators to use; this version trains on one a region and refuses more."""
 
     speed: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """For rehearsals: train at this share of the possible speed."""
+    """For trials: train at this share of the possible speed."""
 
 
 class GraceSpec(Section):

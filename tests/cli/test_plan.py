@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from diloco_cli.assemble import load_run, resolve
+from diloco_cli.assemble import fragment_sizes, load_run, resolve
 from diloco_cli.bench.support.one_fragment_server import stage
 from diloco_cli.cli.app import app
 from diloco_cli.net.client import Client
@@ -76,23 +76,24 @@ def test_what_holds_it_up_is_said_in_words():
 @pytest.mark.parametrize("rate", ["200kbit", "120kbit", "60kbit", "30kbit"])
 def test_advice_that_is_taken_makes_the_line_wide_enough(rate: str):
     asked, world = spec(), World(step=1.0, links=(f"{rate}/50ms",))
-    scenario, _ = scenario_of(asked, world)
+    scenario, _ = scenario_of(asked, fragment_sizes(asked), world)
     advice = advised(asked, scenario, 0.95)
     assert advice and all(one.why and one.price for one in advice)
-    taken, _ = scenario_of(followed(asked, advice), world)
+    followed_spec = followed(asked, advice)
+    taken, _ = scenario_of(followed_spec, fragment_sizes(followed_spec), world)
     needs, line = traffic(taken, 0.95), scenario.sites[0].link.rate / LINE_SHARE.value
     assert max(needs.need_up, needs.need_down) <= line * 1.001
 
 
 def test_a_hopeless_line_is_called_so():
     asked = spec()
-    scenario, _ = scenario_of(asked, World(step=1.0, links=("1kbit/50ms",)))
+    scenario, _ = scenario_of(asked, fragment_sizes(asked), World(step=1.0, links=("1kbit/50ms",)))
     assert "too narrow" in advised(asked, scenario, 0.95)[-1].why
 
 
 def test_lines_to_paste_are_yaml_of_a_spec_that_loads():
     asked = spec(overlap=0, quorum=2)
-    scenario, _ = scenario_of(asked, World(step=1.0, links=("60kbit/50ms",)))
+    scenario, _ = scenario_of(asked, fragment_sizes(asked), World(step=1.0, links=("60kbit/50ms",)))
     advice = advised(asked, scenario, 0.95)
     assert {"sync.overlap", "sync.quorum"} <= {one.key for one in advice}
     whole = asked.model_dump()
@@ -102,8 +103,9 @@ def test_lines_to_paste_are_yaml_of_a_spec_that_loads():
 
 
 def test_without_overlap_the_same_target_needs_a_wider_line():
+    sizes, world = fragment_sizes(spec()), World(step=1.0)
     waits, goes_on = (
-        traffic(scenario_of(spec(overlap=n), World(step=1.0))[0], 0.95).need_down for n in (0, 2)
+        traffic(scenario_of(spec(overlap=n), sizes, world)[0], 0.95).need_down for n in (0, 2)
     )
     assert waits > 5 * goes_on
 

@@ -64,7 +64,7 @@ def test_a_goal_that_is_missed_is_an_exit_code(monkeypatch: pytest.MonkeyPatch):
     assert "missed" in result.output and "1 (1.5)" in result.output
 
 
-def test_a_spec_is_rehearsed_for_every_combination():
+def test_a_spec_is_simulated_for_every_combination():
     found = data(QUICK, *SHORT, "--vary", "regions=1,3", "--vary", "link=1,10Mbit")
     labels = ["regions=1 link=1Mbit", "regions=1 link=10Mbit"]
     labels += ["regions=3 link=1Mbit", "regions=3 link=10Mbit"]
@@ -133,7 +133,7 @@ def test_without_the_extra_a_picture_says_what_to_install(tmp_path: Path):
         (("nowhere.yaml",), "nowhere.yaml"),
     ],
 )
-def test_what_cannot_be_rehearsed_is_said(arguments: tuple[str, ...], said: str):
+def test_what_cannot_be_simulated_is_said(arguments: tuple[str, ...], said: str):
     result = run(*arguments)
     assert isinstance(result.exception, SpecError), result.output
     assert said in f"{result.exception.message} {result.exception.hint}"
@@ -145,11 +145,11 @@ def test_a_unit_after_the_last_value_counts_for_all():
     assert parse_vary(["mtbf=1,6h"]) == {"mtbf": ["1h", "6h"]}
 
 
-def test_rehearsing_and_planning_load_no_accelerator_stack():
+def test_simulating_and_planning_load_no_accelerator_stack():
     code = (
         "import sys\nfrom diloco_cli.cli.app import main\n"
-        f"rehearse = ['simulate', {QUICK!r}, '--step', '0.1s', '--duration', '9s']\n"
-        f"for words in (rehearse, ['plan', {QUICK!r}]):\n"
+        f"simulate = ['simulate', {QUICK!r}, '--step', '0.1s', '--duration', '9s']\n"
+        f"for words in (simulate, ['plan', {QUICK!r}]):\n"
         "    try: main(words)\n"
         "    except SystemExit as ended: assert not ended.code, ended.code\n"
         "print(sorted({'jax', 'jaxlib', 'flax', 'optax', 'numba'} & set(sys.modules)))"

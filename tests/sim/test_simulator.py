@@ -1,4 +1,4 @@
-"""A rehearsal is the live core on a virtual clock: what it says must add up."""
+"""A simulation is the live core on a virtual clock: what it says must add up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well does a rehearsal foretell a storm? `python -m tests.verify.foretell.chaos FOLDER...`
+"""How well does a simulation predict a chaos run? `python -m tests.verify.foretell.chaos FOLDER...`
 
 Each folder is of a `diloco chaos` that was run. The simulator gets its spec, the schedule as
 it was inflicted, and how long a region took to come back, on average; nothing of what the
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.assemble import load_run
+from diloco_cli.assemble import fragment_sizes, load_run
 from diloco_cli.sim import faults
 from diloco_cli.sim.scenario import Recovery
 from diloco_cli.sim.simulator import simulate
@@ -43,7 +43,7 @@ def foretold(folder: Path) -> dict[str, Any]:
     shares = []
     for seed in SEEDS:
         world = World(recovery=recovery, duration=record["seconds"], seed=seed)
-        scenario, _ = scenario_of(spec, world)
+        scenario, _ = scenario_of(spec, fragment_sizes(spec), world)
         scenario = replace(scenario, faults=tuple(inflicted), budget=float("inf"))
         shares.append(simulate(scenario).goodput_tokens)
     return {

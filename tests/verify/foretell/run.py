@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.assemble import load_run
+from diloco_cli.assemble import fragment_sizes, load_run
 from diloco_cli.sim.network import parse_link
 from diloco_cli.sim.simulator import simulate
 from diloco_cli.sim.world import World, scenario_of
@@ -34,7 +34,7 @@ def compare(folder: Path, link: str) -> dict[str, tuple[float, float]]:
     inside = [event for event in events if began <= event["time"] <= ended]
     seconds = ended - began
     steps = {region.name: _step(inside, region.name) for region in spec.regions}
-    scenario, _ = scenario_of(spec, World(step=1.0))
+    scenario, _ = scenario_of(spec, fragment_sizes(spec), World(step=1.0))
     sites = tuple(
         replace(site, step=steps[site.name], link=parse_link(link), jitter=JITTER)
         for site in scenario.sites
