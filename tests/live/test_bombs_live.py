@@ -19,7 +19,7 @@ from diloco_cli.net.client import Client
 from diloco_cli.net.options import Options
 from diloco_cli.server.http.listener import HTTP2
 from diloco_cli.wire.frame import most_bytes
-from diloco_cli.wire.messages import (
+from diloco_cli.wire.messages import, WIRE_VERSION(
     EPOCH_HEADER,
     RUN_HEADER,
     WIRE_HEADER,
@@ -47,7 +47,7 @@ class Target:
             self.run = client.run().run
         self.headers = {
             RUN_HEADER: self.run,
-            WIRE_HEADER: "2",
+            WIRE_HEADER: str(WIRE_VERSION),
             EPOCH_HEADER: str(running.epoch),
         }
         self.limit = most_bytes(VALUES, running.recipe.up)
