@@ -19,10 +19,11 @@ from diloco_cli.net.client import Client
 from diloco_cli.net.options import Options
 from diloco_cli.server.http.listener import HTTP2
 from diloco_cli.wire.frame import most_bytes
-from diloco_cli.wire.messages import, WIRE_VERSION(
+from diloco_cli.wire.messages import (
     EPOCH_HEADER,
     RUN_HEADER,
     WIRE_HEADER,
+    WIRE_VERSION,
     check_value,
     contribution_path,
     join_path,
