@@ -287,7 +287,7 @@ def test_a_server_that_is_away_is_waited_for_by_who_watches(capsys, monkeypatch)
             raise told
         return told
 
-    monkeypatch.setattr("diloco_cli.run.ask.Asking.status", answer)
+    monkeypatch.setattr("diloco_cli.run.ask.ShortCalls.status", answer)
     monkeypatch.setattr("diloco_cli.cli.status.WATCH_SECONDS", 0.0)
     code, printed, _ = diloco(capsys, "status", "--watch", "http://h:1")
     lines = printed.splitlines()
@@ -320,7 +320,7 @@ def test_a_killed_server_leaves_its_figures_in_the_run_log(capsys):
 def test_a_pipe_gets_lines_as_long_as_they_are(capsys, monkeypatch):
     why = "waiting " * 30
     told = {"state": "training", "regions": [{"name": "left", "alive": True, "why": why + "end"}]}
-    monkeypatch.setattr("diloco_cli.run.ask.Asking.status", lambda self, url: told)
+    monkeypatch.setattr("diloco_cli.run.ask.ShortCalls.status", lambda self, url: told)
     _, printed, _ = diloco(capsys, "status", "http://h:1")
     assert why + "end" in printed
     assert [line for line in printed.splitlines() if line != line.rstrip()] == []
