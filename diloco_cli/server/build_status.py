@@ -27,7 +27,7 @@ def status(coordinator: Coordinator, url: str) -> dict[str, Any]:
         "run": state.store.run,
         "name": state.spec.name,
         "url": url,
-        "state": state.word,
+        "state": state.phase,
         "why": _why(coordinator),
         "trouble": state.trouble,
         "regions_go_on": bool(state.stopping) and not state.everyone,
@@ -46,7 +46,7 @@ def status(coordinator: Coordinator, url: str) -> dict[str, Any]:
                 "phase": slot.phase,
                 "waiting": sorted(slot.waiting),
                 "members": list(slot.members),
-                "why": state.why[fragment] if slot.phase == "called" else slot.phase,
+                "why": state.waiting[fragment] if slot.phase == "called" else slot.phase,
             }
             for fragment, slot in enumerate(ledger.slots)
         ],
@@ -64,7 +64,7 @@ def summary(coordinator: Coordinator) -> dict[str, Any]:
     return {
         "run": state.store.run,
         "name": state.spec.name,
-        "state": state.word,
+        "state": state.phase,
         "why": ledger.finished or state.stopping,
         "regions_go_on": bool(state.stopping) and not state.everyone,
         "tokens": tokens,
@@ -124,7 +124,7 @@ def _mean(books: Sequence[TokenFates], fate: str, sizes: Sequence[int]) -> float
 def _losses(coordinator: Coordinator) -> dict[str, float | None]:
     state = coordinator.state
     heldout = [float(each.loss) for each in state.ledger.evaluations]
-    said = [presence.said for presence in state.presences.all.values() if presence.said]
+    said = [presence.said for presence in state.leases.all.values() if presence.said]
     train = [each.loss for each in said if each.loss is not None]
     return {
         "heldout": heldout[-1] if heldout else None,
@@ -161,9 +161,9 @@ def _why(coordinator: Coordinator) -> str:
 def _region(coordinator: Coordinator, name: str) -> dict[str, Any]:
     state = coordinator.state
     ledger, tally = state.ledger, state.tally
-    presence = state.presences.all.get(name)
+    presence = state.leases.all.get(name)
     said = presence.said if presence else None
-    alive = state.presences.lease_left(name, now=state.clock()) > 0
+    alive = state.leases.lease_left(name, now=state.clock()) > 0
     merged_at = tally.merged_at.get(name)
     published = [slot.version for slot in ledger.slots]
     return {
@@ -203,7 +203,7 @@ def _contributing(coordinator: Coordinator, name: str) -> bool:
 
 def _done(coordinator: Coordinator, name: str) -> bool:
     """Says whether the run is finished and nothing more is to come from the region."""
-    ledger, presence = coordinator.state.ledger, coordinator.state.presences.all.get(name)
+    ledger, presence = coordinator.state.ledger, coordinator.state.leases.all.get(name)
     said = presence.said if presence else None
     return bool(ledger.finished) and name in ledger.regions and (said is None or said.stopping)
 

@@ -152,8 +152,8 @@ async def _farewell(coordinator: Coordinator, app: Guarded, folder: Path) -> int
     """Brings everything to rest and writes the summary."""
     state = coordinator.state
     if state.failure is None:
-        await coordinator.settled()
-        await coordinator.store_newest()
+        await coordinator.publisher.settled()
+        await coordinator.publisher.store_newest()
     state.close()
     deadline = time.monotonic() + FAREWELL_SECONDS
     while app.under_way and time.monotonic() < deadline:
@@ -164,7 +164,7 @@ async def _farewell(coordinator: Coordinator, app: Guarded, folder: Path) -> int
     if not _is_summed_up(folder):
         text = json.dumps(summary(coordinator), indent=2)
         durable.keep_bytes(folder / "summary.json", text.encode() + b"\n")
-    log.info(f"{state.spec.name}: {state.word} ({state.ledger.finished or state.stopping})")
+    log.info(f"{state.spec.name}: {state.phase} ({state.ledger.finished or state.stopping})")
     return 0
 
 

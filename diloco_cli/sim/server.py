@@ -1,15 +1,25 @@
 """The server as time sees it: the same rounds, the same pace, no bytes.
 
 Every decision is one of `core`: the ledger folds the same records as the journal, `admit`
-answers contributions, `pace` calls fragments and sets grace windows, `decide` closes
-rounds. What a live server does with a disk and a thread takes a time here.
+answers contributions, `conductor.tick` calls fragments and closes rounds. What a live server
+does with a disk and a thread takes a time here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import assert_never
 
-from diloco_cli.core import pace, rounds
+from diloco_cli.core import conductor, pace, rounds
+from diloco_cli.core.conductor import (
+    Attendance,
+    CallFragment,
+    CloseRound,
+    EndRun,
+    FinishRun,
+    RoundTable,
+    RunTerms,
+)
 from diloco_cli.core.journal_records import (
     FragmentCalled,
     FrameDecided,
@@ -19,7 +29,7 @@ from diloco_cli.core.journal_records import (
     VersionPublished,
 )
 from diloco_cli.core.ledger import Ledger
-from diloco_cli.core.pace import Averages, Report
+from diloco_cli.core.pace import Report
 from diloco_cli.core.rounds import Accept, Close, Receipt, Refused, Returned, Round
 from diloco_cli.sim.clock import EventQueue
 from diloco_cli.sim.network import Lane
@@ -30,19 +40,19 @@ EPOCH = 1
 
 
 class SimulatedServer:
-    """What the conductor and the intake of a live server do, on a virtual clock."""
+    """What the coordinator and the intake of a live server do, on a virtual clock."""
 
     __slots__ = (
-        *("_last", "_merge_free", "_tick_at", "_tick_number", "agenda", "averages", "down"),
-        *("down_until", "ledger", "number", "on_call", "on_publish", "reports", "rounds"),
-        *("scenario", "seen", "sync", "up"),
+        *("_last", "_merge_free", "_tick_at", "_tick_number", "agenda", "down", "down_until"),
+        *("ledger", "number", "on_call", "on_publish", "reports", "scenario", "seen", "sync"),
+        *("table", "terms", "up"),
     )
 
     def __init__(self, scenario: Scenario, agenda: EventQueue) -> None:
         self.scenario, self.agenda, self.sync = scenario, agenda, scenario.sync
         self.ledger = Ledger.empty(len(scenario.sizes))
-        self.rounds = [Round() for _ in scenario.sizes]
-        self.averages = Averages()
+        self.table = RoundTable([Round() for _ in scenario.sizes])
+        self.terms = RunTerms(scenario.sync, scenario.sizes, lease=scenario.hub.lease)
         self.reports: dict[str, list[Report]] = {}
         self.seen: dict[str, Seconds] = {}
         self.up, self.down = Lane(scenario.hub.link), Lane(scenario.hub.link)
@@ -76,7 +86,7 @@ class SimulatedServer:
             return
         self.seen[region] = self.agenda.now
         self.reports[region] = reports
-        self.averages = pace.stepped(self.averages, region, step)
+        self.table.averages = pace.stepped(self.table.averages, region, step)
         self.wake()
 
     def arrived(self, receipt: Receipt, answer: Callable[[str], None]) -> None:
@@ -93,22 +103,13 @@ class SimulatedServer:
             size = self.scenario.sizes[receipt.fragment]
             self.record(FrameDecided(receipt, "pending", said.why, values=size))
             self.seen[receipt.region] = now
-            self._joined(receipt.fragment, receipt.region, now)
+            self.table.arrived(receipt.fragment, receipt.region, need=self.sync.quorum, now=now)
             self.wake()
             return
         if isinstance(said, Refused | Returned):
             fate = "refused" if isinstance(said, Refused) else "returned"
             self.record(FrameDecided(receipt, fate, said.why))
         answer(type(said).__name__.lower())
-
-    def _joined(self, fragment: int, region: str, now: Seconds) -> None:
-        before = self.rounds[fragment]
-        after = rounds.joined(before, region, need=self.sync.quorum, now=now)
-        if before.called_at is not None:
-            self.averages = pace.answered(self.averages, region, now - before.called_at)
-            if before.met_at is None and after.met_at is not None:
-                self.averages = pace.met(self.averages, now - before.called_at)
-        self.rounds[fragment] = after
 
     # Rounds
 
@@ -127,43 +128,31 @@ class SimulatedServer:
             return
         now = self._last = self.agenda.now
         self._tick_at = -1.0
-        live = self.live()
-        for fragment in pace.due(self.ledger.slots, self.reports, live, self.sync):
-            version = self.ledger.slots[fragment].version
-            self.record(FragmentCalled(fragment, version))
-            self.rounds[fragment] = rounds.called(
-                self.rounds[fragment],
-                need=self.sync.quorum,
-                usual=pace.usual_answer(self.averages, live, self.sync.quorum),
-                grace=pace.grace(self.averages, live, self.sync),
-                now=now,
-            )
-            self.on_call(fragment, version)
-        wakes = self._close_ready(live, now)
-        wakes += [
-            end for seen in self.seen.values() if (end := seen + self.scenario.hub.lease) > now
-        ]
+        seen = Attendance(self.live(), self.reports)
+        look = conductor.tick(self.ledger, self.table, seen, self.terms, now=now)
+        for action in look.actions:
+            match action:
+                case CallFragment(fragment, version, opened):
+                    self.record(FragmentCalled(fragment, version))
+                    self.table.rounds[fragment] = opened
+                    self.on_call(fragment, version)
+                case CloseRound(fragment, verdict):
+                    self._close(fragment, verdict)
+                case EndRun() | FinishRun():
+                    pass  # The simulator ends a run itself; its terms have no budget.
+                case _:
+                    assert_never(action)
+        leases = (seen + self.scenario.hub.lease for seen in self.seen.values())
+        wakes = [end for end in leases if end > now]
+        if look.until is not None:
+            wakes.append(look.until)
         if wakes:
             self.wake(min(wakes))
-
-    def _close_ready(self, live: set[str], now: Seconds) -> list[Seconds]:
-        wakes = []
-        for fragment, slot in enumerate(self.ledger.slots):
-            if slot.phase != "called":
-                continue
-            verdict = rounds.decide(
-                self.rounds[fragment], live=live, need=self.sync.quorum, now=now
-            )
-            if isinstance(verdict, Close):
-                self._close(fragment, verdict)
-            elif verdict.until is not None:
-                wakes.append(verdict.until)
-        return wakes
 
     def _close(self, fragment: int, verdict: Close) -> None:
         version = self.ledger.slots[fragment].version
         self.record(RoundClosed(fragment, version, verdict.members, drain=False))
-        self.rounds[fragment] = Round()
+        self.table.rounds[fragment] = Round()
         self._merge(fragment, self.agenda.now)
 
     def _merge(self, fragment: int, began: Seconds) -> None:
@@ -179,7 +168,7 @@ class SimulatedServer:
         slot = self.ledger.slots[fragment]
         members = dict(slot.closing)
         self.record(VersionPublished(fragment, slot.version + 1, published=""))
-        self.averages = pace.published(self.averages, self.agenda.now - began)
+        self.table.averages = pace.published(self.table.averages, self.agenda.now - began)
         self.on_publish(fragment, members)
         self.wake()
 
@@ -194,17 +183,11 @@ class SimulatedServer:
         now = self.agenda.now
         if self.is_down:
             return
-        self.averages, self.reports = Averages(), {}
+        self.reports = {}
+        self.table = RoundTable.reopened(self.ledger, self.sync, now=now)
         self.seen = dict.fromkeys(self.seen, now)
         self._last, self._merge_free = -1.0, now
-        grace = pace.grace(self.averages, self.ledger.regions, self.sync)
         for fragment, slot in enumerate(self.ledger.slots):
-            opened = Round(members=tuple(sorted(slot.waiting)))
-            if slot.phase == "called":
-                opened = rounds.called(
-                    opened, need=self.sync.quorum, usual=0.0, grace=grace, now=now
-                )
-            elif slot.phase == "closing":
+            if slot.phase == "closing":
                 self._merge(fragment, now)
-            self.rounds[fragment] = opened
         self.wake()

@@ -38,8 +38,8 @@ async def small_run(folder) -> list[dict[str, Any]]:
     for name in NAMES:
         await bench.beat(name, drained=True)
     await bench.settle()
-    await bench.server.store_newest()
-    await bench.server.settled()
+    await bench.server.publisher.store_newest()
+    await bench.server.publisher.settled()
     bench.state.close()
     bench.state.store.close()
     return read_journal(folder)

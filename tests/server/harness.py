@@ -124,7 +124,7 @@ def open_server(
 
 
 async def close_server(coordinator: Coordinator) -> None:
-    await coordinator.settled()
+    await coordinator.publisher.settled()
     coordinator.state.close()
     coordinator.state.store.close()
 
@@ -271,7 +271,7 @@ class Bench:
         """Kills the server and starts the next one on the same folder."""
         kill_server(self.server)
         self.server = self._open()
-        self.server.resume()
+        self.server.publisher.resume()
 
     async def join(self, *names: str) -> Joined:
         joined = None
@@ -314,7 +314,7 @@ class Bench:
     async def settle(self) -> None:
         """Lets the server do all that is due now; regions adopt what it publishes."""
         self.server.tick()
-        await self.server.settled()
+        await self.server.publisher.settled()
         self.server.tick()
         for region in self.regions.values():
             for fragment, newest in enumerate(self.state.weights.newest):

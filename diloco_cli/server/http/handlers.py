@@ -72,7 +72,7 @@ class Routes:
             Run(
                 run=self.state.store.run,
                 name=recipe.spec.name,
-                state=self.state.word,
+                state=self.state.phase,
                 spec_digest=recipe.spec_digest,
                 layout_digest=recipe.layout.digest,
                 wire=WIRE_VERSION,
@@ -253,7 +253,7 @@ class Routes:
 
     async def stop(self, request: Request) -> Response:
         self.coordinator.stop("somebody asked for it")
-        return JSONResponse({"state": self.state.word, "run": self.state.store.run}, 202)
+        return JSONResponse({"state": self.state.phase, "run": self.state.store.run}, 202)
 
     async def metrics(self, request: Request) -> Response:
         text = prometheus_text(self._status())

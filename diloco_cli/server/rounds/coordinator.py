@@ -1,6 +1,7 @@
-"""Answers the regions: who may speak, what is accepted, what is new.
+"""Answers the regions and moves the rounds, as the core decides.
 
     request ─▶ decide (core) ─▶ journal ─▶ ledger ─▶ flush ─▶ reply
+    tick ─▶ actions (core) ─▶ journal ─▶ ledger ─▶ publish.py merges what is closed
 
 Every answer waits until all that was recorded before is on the disk, also when somebody
 else recorded it: nobody is ever told what a crash could take back.
@@ -8,16 +9,46 @@ else recorded it: nobody is ever told what a crash could take back.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from typing import assert_never
 
-from diloco_cli.core import pace, rounds
-from diloco_cli.core.journal_records import FrameDecided, RegionJoined, WeightsEvaluated
+from diloco_cli.core import conductor, pace, rounds
+from diloco_cli.core.conductor import (
+    PATIENCE,
+    Action,
+    CallFragment,
+    CloseRound,
+    EndRun,
+    FinishRun,
+)
+from diloco_cli.core.journal_records import (
+    FragmentCalled,
+    FrameDecided,
+    RegionJoined,
+    RoundClosed,
+    RunEnded,
+    RunFinished,
+    WeightsEvaluated,
+)
 from diloco_cli.core.ledger import TurnedAway, admit_worker
-from diloco_cli.core.rounds import Accept, Foreign, Receipt, Recorded, Refused, Returned
+from diloco_cli.core.rounds import (
+    Accept,
+    Close,
+    Foreign,
+    Receipt,
+    Recorded,
+    Refused,
+    Returned,
+    Round,
+)
 from diloco_cli.server.refusals import HttpRefusal
-from diloco_cli.server.rounds.conductor import Conductor
-from diloco_cli.server.rounds.state import Seconds
+from diloco_cli.server.rounds.publish import Publisher
+from diloco_cli.server.rounds.state import Seconds, State
+from diloco_cli.server.store.durable import DiskFull
+from diloco_cli.server.store.group_commit import RETRY_SECONDS
 from diloco_cli.system.failpoints import reach
 from diloco_cli.wire.messages import (
     WIRE_VERSION,
@@ -34,14 +65,23 @@ LONGEST_WHY = 900
 """Letters of a reason that travel."""
 
 
-class Coordinator(Conductor):
-    """The server's one authority: requests come in here, the rounds move in `Conductor`."""
+class Coordinator:
+    """The server's one authority: it answers regions and moves the rounds."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.publisher = Publisher(state)
+        self.done = asyncio.Event()
+        """Set when there is nothing left to serve for."""
+        self._stop_at: Seconds = 0.0
+
+    # What regions ask
 
     async def join(self, region: str, asked: Join) -> Joined:
         """Gives a worker the region's lease, or says why it may not have it."""
         self._check_join(region, asked)
         state, now = self.state, self.state.clock()
-        left = state.presences.lease_left(region, now=now)
+        left = state.leases.lease_left(region, now=now)
         member = state.ledger.regions.get(region)
         answer = admit_worker(member, asked.owner, asked.boot, lease_left=left)
         if isinstance(answer, TurnedAway):
@@ -55,7 +95,7 @@ class Coordinator(Conductor):
             owner, boot, epoch = asked.owner, asked.boot, answer.epoch
             state.record(RegionJoined(region, owner, boot, epoch))
             state.note("joined", region=region, owner=owner, boot=boot, epoch=epoch)
-            state.presences.joined(region, now=now)
+            state.leases.joined(region, now=now)
         else:
             self._heard(region)
         state.wake.set()
@@ -68,13 +108,13 @@ class Coordinator(Conductor):
         state = self.state
         self._check_not_behind(region, [progress.version for progress in said.fragments])
         self._heard(region)
-        presence = state.presences.all[region]
+        presence = state.leases.all[region]
         if said.stopping and not (presence.said and presence.said.stopping):
             state.note("left", region=region, why=said.why)
         presence.said = said
         state.tally.account(region).hear(said)
         if said.step_seconds > 0:
-            state.averages = pace.stepped(state.averages, region, said.step_seconds)
+            state.table.averages = pace.stepped(state.table.averages, region, said.step_seconds)
         if said.heldout:
             self._evaluated(region, said.heldout)
         state.wake.set()
@@ -103,7 +143,7 @@ class Coordinator(Conductor):
 
     def _differing(self, region: str) -> dict[int, str]:
         """What a region says it holds of the newest versions and is not what was published."""
-        presence = self.state.presences.all.get(region)
+        presence = self.state.leases.all.get(region)
         held = presence.said.images if presence and presence.said else {}
         newest = dict(enumerate(self.state.weights.newest))
         return {
@@ -222,6 +262,119 @@ class Coordinator(Conductor):
         chosen = self.state.spec.evaluate.region or min(live, default=None)
         return chosen if chosen in live else None
 
+    # Rounds
+
+    async def run(self) -> None:
+        """Ticks whenever something happened, or a moment came that may change an answer."""
+        state = self.state
+        try:
+            self.publisher.resume()
+            while not self.done.is_set() and not state.closed:
+                state.wake.clear()
+                until = self.tick()
+                left = None if until is None else max(0.0, until - state.clock())
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(state.wake.wait(), left)
+        except Exception as error:
+            state.fail(error)
+        self.done.set()
+
+    def tick(self) -> Seconds | None:
+        """Does whatever is due and says when to look again; None when only an event matters."""
+        state, now = self.state, self.state.clock()
+        for region, silence in state.leases.lapses(now=now):
+            state.note("lapsed", region=region, silent_seconds=round(silence, 1))
+        wakes = state.leases.wakes(now=now)
+        try:
+            if not state.stopping and not state.ledger.finished:
+                wakes += self._advance(now)
+                state.room_again("journal")
+        except DiskFull as error:
+            state.no_room("journal", error)
+            wakes.append(now + RETRY_SECONDS)
+        wakes += self._leave(now)
+        return min((wake for wake in wakes if wake > now), default=None)
+
+    def _advance(self, now: Seconds) -> list[Seconds]:
+        """Lets the core decide and carries its decisions out."""
+        state, until = self.state, now
+        while until is not None and until <= now:
+            seen = state.attendance(now)
+            look = conductor.tick(state.ledger, state.table, seen, state.terms, now=now)
+            state.waiting.update(look.waiting)
+            for action in look.actions:
+                self._carry_out(action, now)
+            until = look.until
+        return [] if until is None else [until]
+
+    def _carry_out(self, action: Action, now: Seconds) -> None:
+        state = self.state
+        match action:
+            case CallFragment(fragment, version, opened):
+                state.record(FragmentCalled(fragment, version))
+                state.note("called", fragment=fragment, version=version)
+                state.table.rounds[fragment] = opened
+            case CloseRound(fragment, verdict):
+                self._close(fragment, verdict)
+            case EndRun(why, tokens):
+                state.record(RunEnded(why))
+                state.note("run-ended", why=why, tokens=tokens)
+                state.table.ended_at = state.table.moved_at = now
+                state.leases.undrain()
+            case FinishRun(why):
+                state.record(RunFinished(why))
+                tokens = state.ledger.applied(state.recipe.sizes)
+                state.note("run-finished", why=why, tokens=tokens)
+                state.finished_at = now
+            case _:
+                assert_never(action)
+
+    def _close(self, fragment: int, verdict: Close) -> None:
+        state, slot = self.state, self.state.ledger.slots[fragment]
+        closed = RoundClosed(fragment, slot.version, verdict.members, drain=bool(state.ledger.end))
+        state.record(closed)
+        state.note(
+            "closed",
+            fragment=fragment,
+            version=slot.version,
+            members=list(closed.members),
+            drain=closed.drain,
+            weights=[state.recipe.weight(receipt) for receipt in slot.closing.values()],
+            why=verdict.why,
+        )
+        state.table.rounds[fragment] = Round()
+        reach("round.closed")
+        self.publisher.merge_soon(fragment)
+
+    def stop(self, why: str, *, everyone: bool = True) -> None:
+        """Begins a graceful stop; open rounds stay open for the next start.
+
+        Of the whole run, whose regions are told and waited for, or only of this server.
+        """
+        state = self.state
+        if not state.stopping:
+            state.stopping, self._stop_at = why, state.clock()
+            state.note("run-stopped", why=why)
+        state.everyone = state.everyone or everyone
+        state.announce()
+        state.wake.set()
+
+    def _leave(self, now: Seconds) -> list[Seconds]:
+        """Says goodbye when everyone has heard it, or has had the time to."""
+        state, lease = self.state, self.state.spec.server.lease
+        limits = []
+        if state.finished_at is not None:
+            if state.leases.all_leaving():
+                self.done.set()
+            here = state.leases.here(now=now)
+            limits.append(state.finished_at + (PATIENCE if here else 1) * lease)
+        if state.stopping:
+            waits = state.everyone and state.leases.here(now=now)
+            limits.append(self._stop_at + lease if waits else now)
+        if any(now >= limit for limit in limits) and not self.publisher.merges:
+            self.done.set()
+        return limits
+
     # Inside
 
     def _check_join(self, region: str, asked: Join) -> None:
@@ -254,7 +407,7 @@ class Coordinator(Conductor):
                 raise server_behind(f"{region} holds version {version}", fragment, newest)
 
     def _heard(self, region: str) -> None:
-        silence = self.state.presences.heard(region, now=self.state.clock())
+        silence = self.state.leases.heard(region, now=self.state.clock())
         if silence is not None:
             self.state.note("revived", region=region, silent_seconds=round(silence, 1))
 
@@ -271,14 +424,7 @@ class Coordinator(Conductor):
     def _arrived(self, fragment: int, region: str) -> None:
         state, now = self.state, self.state.clock()
         self._heard(region)
-        before = state.rounds[fragment]
-        after = rounds.joined(before, region, need=state.need, now=now)
-        if before.called_at is not None:
-            state.averages = pace.answered(state.averages, region, now - before.called_at)
-            if before.met_at is None and after.met_at is not None:
-                state.averages = pace.met(state.averages, now - before.called_at)
-        state.rounds[fragment] = after
-        state.moved_at = now
+        state.table.arrived(fragment, region, need=state.need, now=now)
         state.wake.set()
 
     def _note_answer(self, receipt: Receipt, answer: rounds.Answer) -> None:

@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, TypeVar
 
-from diloco_cli.core import pace, rounds
+from diloco_cli.core import conductor
+from diloco_cli.core.conductor import Attendance, RoundTable, RunTerms
 from diloco_cli.core.journal_records import Record, Snapshot, encode
-from diloco_cli.core.ledger import FragmentState, Ledger
-from diloco_cli.core.rounds import Round
+from diloco_cli.core.ledger import Ledger
 from diloco_cli.server.rounds.leases import Leases
 from diloco_cli.server.rounds.token_totals import RunTotals
 from diloco_cli.server.settings import ServerSettings
@@ -58,18 +58,16 @@ class State:
         self.clock, self.wall, self.note = clock, wall, note
         self.began = now = clock()
         self.served_before = tally.seconds
-        self.presences = Leases(ledger.regions, self.spec.server.lease, now=now)
-        self.averages = pace.Averages()
+        self.leases = Leases(ledger.regions, self.spec.server.lease, now=now)
+        self.table = RoundTable.reopened(ledger, self.sync, now=now)
+        self.terms = RunTerms(
+            self.sync, recipe.sizes, self.spec.budget.tokens, self.spec.server.lease
+        )
         self.seen: dict[str, Seen] = {}
         """What is known of payloads that wait, by digest: spares a merge another look."""
-        self.rounds = [self._reopened(slot, now) for slot in ledger.slots]
-        self.why = ["not called yet"] * len(ledger.slots)
-        """What each fragment's round waits for."""
-        self.over_at: Seconds | None = now if ledger.end else None
-        """When the end was called, or this server learnt of it."""
+        self.waiting = dict.fromkeys(range(len(ledger.slots)), "not called yet")
+        """By fragment: what its round waits for."""
         self.finished_at: Seconds | None = now if ledger.finished else None
-        self.moved_at = now
-        """When work was last accepted or published."""
         self.stopping = ""
         self.everyone = False
         """Regions are to stop as well; otherwise only this server does."""
@@ -84,21 +82,13 @@ class State:
         self.commit.on_durable = self.announce
         self.commit.on_failure = self.fail
 
-    def _reopened(self, slot: FragmentState, now: Seconds) -> Round:
-        """The round as a restarted server sees it: called, if it was called, just now."""
-        waiting = Round(members=tuple(sorted(slot.waiting)))
-        if slot.phase != "called":
-            return waiting
-        grace = pace.grace(self.averages, self.ledger.regions, self.sync)
-        return rounds.called(waiting, need=self.need, usual=0.0, grace=grace, now=now)
-
     @property
     def need(self) -> int:
         """Contributions that a round needs now."""
-        return 1 if self.ledger.end else self.sync.quorum
+        return conductor.need(self.ledger, self.sync)
 
     @property
-    def word(self) -> str:
+    def phase(self) -> str:
         """waiting, training, finished or stopped."""
         if self.ledger.finished:
             return "finished"
@@ -113,7 +103,23 @@ class State:
 
     def live(self) -> set[str]:
         """Regions that hold a lease, are not about to leave and not in quarantine."""
-        return self.presences.here(now=self.clock()) - self.ledger.quarantined()
+        return self.leases.here(now=self.clock()) - self.ledger.quarantined()
+
+    def attendance(self, now: Seconds) -> Attendance:
+        """Who is there now, as far as a look at the rounds needs to know."""
+        leases, slots, since = self.leases, self.ledger.slots, self.table.ended_at
+        here = leases.here(now=now)
+        # Most looks are for other reasons, and reports of many regions are long.
+        reports = leases.reports() if any(slot.phase == "idle" for slot in slots) else {}
+        if since is None:
+            return Attendance(here, reports)
+        return Attendance(
+            here,
+            reports,
+            [leases.drained(fragment) for fragment in range(len(slots))],
+            leases.undrained(since=since, now=now),
+            leases.not_drained(),
+        )
 
     def record(self, record: Record) -> None:
         """Journals a decision and lets it take effect; durable only after `commit.durable`."""

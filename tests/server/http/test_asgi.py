@@ -345,7 +345,7 @@ async def test_a_disk_mounted_read_only_is_503_until_it_is_mounted_for_writing(
             assert "retry-after" in answer.headers
             assert "goes on by itself" in error(answer)["hint"]
             assert bench.state.failure is None
-        await bench.server.settled()
+        await bench.server.publisher.settled()
         assert (await put(client, frame)).status_code in (200, 201)
         assert bench.state.ledger.slots[0].waiting.keys() == {"paris"}
 

@@ -38,7 +38,7 @@ async def sent(bench: Any, client: Any) -> dict[str, str]:
 
 async def merge(bench: Any) -> None:
     bench.server.tick()
-    await bench.server.settled()
+    await bench.server.publisher.settled()
 
 
 def payload(folder: Path, digest: str) -> Path:

@@ -145,7 +145,7 @@ async def test_dying_anywhere_while_closing_gives_the_same_version(
         target, name = where[point]
         patch.setattr(target, name, dying({}, target, name, after=after))
         disturbed.server.tick()
-        await asyncio.wait(disturbed.server._merges.values())
+        await asyncio.wait(disturbed.server.publisher.merges.values())
         assert disturbed.state.failure is not None
     disturbed.restart()
     await disturbed.settle()
@@ -202,7 +202,7 @@ async def test_a_payload_that_cannot_be_read_again_goes_back_to_its_region(tmp_p
     damaged[len(damaged) // 2] ^= 1
     path.write_bytes(damaged)
     bench.server.tick()
-    await bench.server.settled()
+    await bench.server.publisher.settled()
     assert bench.state.ledger.slots[0].members == ("iowa", "tokyo")
     fate = bench.server.news("paris").fates[0]
     assert (fate.digest, fate.fate) == (lost, "returned")
@@ -222,7 +222,7 @@ async def test_when_no_payload_is_left_the_round_is_idle_again(tmp_path, monkeyp
 
     monkeypatch.setattr(bench.state.store, "payload", payload)
     bench.server.tick()
-    await bench.server.settled()
+    await bench.server.publisher.settled()
     assert bench.versions == [0, 0]
     assert bench.state.ledger.slots[0].phase == "idle"
     bench.restart()
@@ -242,7 +242,7 @@ async def test_weights_that_are_not_finite_are_never_published(tmp_path):
     bench.state.weights.newest[0].state.theta[3] = 3.4e38
     before = bench.digests()
     bench.server.tick()
-    await bench.server.settled()
+    await bench.server.publisher.settled()
     assert bench.versions == [0, 0] and bench.digests() == before
     fates = {name: bench.server.news(name).fates[0] for name in bench.regions}
     assert {fate.fate for fate in fates.values()} == {"refused"}
@@ -358,7 +358,7 @@ async def test_a_full_disk_decides_nothing_and_the_run_goes_on_when_there_is_roo
         with pytest.raises(DiskFull):
             await bench.send("tokyo")
         assert bench.state.failure is None
-    await bench.server.settled()
+    await bench.server.publisher.settled()
     assert bench.state.commit.full is None
     assert (await bench.send("paris", data=frame)).decision.fate == "pending"  # type: ignore[union-attr]
     bench.restart()
@@ -369,10 +369,10 @@ async def test_a_full_disk_decides_nothing_and_the_run_goes_on_when_there_is_roo
 async def test_what_a_full_disk_kept_from_being_filed_is_filed_when_there_is_room(
     tmp_path, monkeypatch
 ):
-    from diloco_cli.server.rounds import conductor
+    from diloco_cli.server.rounds import publish
     from diloco_cli.server.store.durable import DiskFull
 
-    monkeypatch.setattr(conductor, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(publish, "RETRY_SECONDS", 0.01)
     bench = Bench(tmp_path, storing_all())
     await bench.join()
     store, left = bench.state.store, 3

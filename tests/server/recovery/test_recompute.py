@@ -69,7 +69,7 @@ async def test_a_server_that_is_stopped_stores_what_it_has(tmp_path):
     bench = await run_for(tmp_path, 6)
     digests = bench.digests()
     assert len(bench.state.store.payloads()) == 6
-    await bench.server.store_newest()
+    await bench.server.publisher.store_newest()
     assert states(bench) == [0, 4, 6] and bench.state.store.payloads() == set()
     assert len(bench.state.store.members(0, 5)) == len(bench.state.store.members(0, 6)) == 3
     for path in (tmp_path / "server" / "fragments" / "0").glob("*.frame"):

@@ -412,7 +412,7 @@ async def test_a_round_closed_while_the_last_one_is_tidied_up_is_published_once(
     bench = Bench(tmp_path)
     await bench.join()
     merging = []
-    next_round, rival, real = asyncio.Event(), asyncio.Event(), bench.server._in_thread
+    next_round, rival, real = asyncio.Event(), asyncio.Event(), bench.server.publisher._in_thread
 
     async def slow(work):
         merging.append(work)
@@ -425,7 +425,7 @@ async def test_a_round_closed_while_the_last_one_is_tidied_up_is_published_once(
             await asyncio.sleep(0.2)  # And this one would find its round unpublished.
         return await real(work)
 
-    bench.server._in_thread = slow
+    bench.server.publisher._in_thread = slow
     for version in range(2):
         await bench.call(0)
         for name in NAMES:

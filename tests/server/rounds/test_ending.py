@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from diloco_cli.core.conductor import PATIENCE
 from diloco_cli.core.rounds import Accept, Recorded, Returned
 from diloco_cli.server.build_status import status, summary
-from diloco_cli.server.rounds.conductor import PATIENCE
 from tests.server.harness import NAMES, Bench, in_a_loop, make_recipe, make_spec
 
 
@@ -33,9 +33,9 @@ async def test_the_budget_ends_the_run_and_the_drain_finishes_it(tmp_path):
     assert not bench.state.ledger.finished
     await drain(bench, "tokyo")
     assert bench.state.ledger.finished == "every region has given all it held"
-    assert bench.state.word == "finished"
+    assert bench.state.phase == "finished"
     bench.restart()
-    assert bench.state.word == "finished"
+    assert bench.state.phase == "finished"
 
 
 @in_a_loop
@@ -194,7 +194,7 @@ async def test_a_stop_tells_the_regions_and_can_be_taken_up_again(tmp_path):
     await bench.call(0)
     await bench.send("paris")
     bench.server.stop("a test")
-    assert bench.server.news("iowa").stop and bench.state.word == "stopped"
+    assert bench.server.news("iowa").stop and bench.state.phase == "stopped"
     assert isinstance(await bench.send("tokyo"), Accept)
     await bench.settle()
     assert not bench.server.done.is_set()
@@ -204,7 +204,7 @@ async def test_a_stop_tells_the_regions_and_can_be_taken_up_again(tmp_path):
     assert bench.server.done.is_set() and bench.versions == [0, 0]
     assert summary(bench.server)["state"] == "stopped"
     bench.restart()
-    assert bench.state.word == "training"
+    assert bench.state.phase == "training"
     await bench.send("iowa")
     await bench.settle()
     assert bench.versions == [1, 0]
@@ -215,7 +215,7 @@ async def test_a_server_that_stops_alone_lets_its_regions_train_on(tmp_path):
     bench = Bench(tmp_path)
     await bench.join()
     bench.server.stop("a test", everyone=False)
-    assert not bench.server.news("iowa").stop and bench.state.word == "stopped"
+    assert not bench.server.news("iowa").stop and bench.state.phase == "stopped"
     bench.server.tick()
     assert bench.server.done.is_set()
 
@@ -224,7 +224,7 @@ async def test_a_server_that_stops_alone_lets_its_regions_train_on(tmp_path):
 async def test_a_region_that_said_goodbye_makes_room_at_once(tmp_path):
     bench = Bench(tmp_path)
     await bench.join()
-    left = bench.state.presences.lease_left
+    left = bench.state.leases.lease_left
     assert left("paris", now=bench.clock.now) > 0
     await bench.beat("paris", stopping=True)
     assert left("paris", now=bench.clock.now) == 0

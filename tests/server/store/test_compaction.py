@@ -174,7 +174,7 @@ async def test_what_a_version_was_made_of_is_filed_also_after_a_crash(tmp_path, 
     for name in bench.regions:
         await bench.send(name)
     bench.server.tick()
-    await asyncio.wait(bench.server._merges.values())
+    await asyncio.wait(bench.server.publisher.merges.values())
     assert len(bench.state.store.payloads()) == 3
     assert replay(bench.recipe, tmp_path / "server").lines[0].made == 1
     bench.restart()

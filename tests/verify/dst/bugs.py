@@ -15,10 +15,10 @@ from unittest.mock import patch
 
 from diloco_cli.core import rounds
 from diloco_cli.server.recovery import start
-from diloco_cli.server.rounds import conductor, coordinator
-from diloco_cli.server.rounds.conductor import Conductor
+from diloco_cli.server.rounds import coordinator, publish
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.rounds.leases import Leases
+from diloco_cli.server.rounds.publish import Publisher
 from diloco_cli.server.rounds.state import State
 from diloco_cli.server.store import draft, durable, journal, journal_format
 from diloco_cli.server.store.group_commit import GroupCommit
@@ -119,10 +119,10 @@ def _names_not_kept_at_start() -> list[Change]:
 def _round_published_twice() -> list[Change]:
     def merge_soon(self: Any, fragment: int) -> None:
         task = asyncio.get_running_loop().create_task(self._merge(fragment))
-        self._merges[fragment] = task
+        self.merges[fragment] = task
         task.add_done_callback(lambda task: self._merged(fragment, task))
 
-    return [(Conductor, "_merge_soon", merge_soon)]
+    return [(Publisher, "merge_soon", merge_soon)]
 
 
 def _payloads_dropped_too_early() -> list[Change]:
@@ -158,7 +158,7 @@ def _epochs_ignored() -> list[Change]:
 
 
 def _crashed_merges_forgotten() -> list[Change]:
-    return [(Conductor, "resume", lambda self: None)]
+    return [(Publisher, "resume", lambda self: None)]
 
 
 def _said_before_durable() -> list[Change]:
@@ -182,7 +182,7 @@ def _members_tidied_too_early() -> list[Change]:
             store.drop_payloads(receipt.digest for receipt in each.receipts.values())
         store.prune(fragment, version, base)
 
-    return [(conductor, "put_away", put_away)]
+    return [(publish, "put_away", put_away)]
 
 
 def _unstored_swept() -> list[Change]:

@@ -205,7 +205,7 @@ class Play:
             return "no server"
         slots = coordinator.state.ledger.slots
         told = [f"{s.phase} v{s.version} {sorted(s.waiting)} {sorted(s.closing)}" for s in slots]
-        return f"{coordinator.state.word}; rounds: {told}; {coordinator.state.why}"
+        return f"{coordinator.state.phase}; rounds: {told}; {coordinator.state.waiting}"
 
     def _end(self) -> None:
         for worker in self.workers:

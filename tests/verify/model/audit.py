@@ -109,7 +109,7 @@ class Audit:
 
     def waits(self, server: Server, f: int, closes: bool) -> None:
         """Keeps its own watch on a round: quorum, floor and grace, then it must close."""
-        gathering, now = server.rounds[f], self.world.now
+        gathering, now = server.table.rounds[f], self.world.now
         if closes:
             self.demand(server.ledger.slots[f].phase == "called", "g", "an uncalled round closes")
         if gathering.called_at is None or len(gathering.members) < server.need:

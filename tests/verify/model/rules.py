@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from diloco_cli.core import ledger, pace, rounds, unmerged_work
+from diloco_cli.core import conductor, ledger, pace, rounds, unmerged_work
 from diloco_cli.spec.schema import GraceSpec
 from tests.verify.model.seeded_run import Misfortune, Setting
 
@@ -119,6 +119,10 @@ def _sliding_window(round: rounds.Round, **rest: Any) -> Any:
     return _DECIDE(round, **rest)
 
 
+def _always_a_quorum(book: ledger.Ledger, sync: Any) -> int:
+    return sync.quorum
+
+
 def _calls_for_ever(book: ledger.Ledger) -> dict[int, int]:
     return {f: slot.version for f, slot in enumerate(book.slots) if slot.phase == "called"}
 
@@ -214,7 +218,7 @@ RULES: dict[str, Rule] = {
     "decided when journaled": Rule("abx", luck=LOSSES),
     "journal before reply": Rule("e", luck=CRASHES),
     "exact chain": Rule("c"),
-    "drain without quorum": Rule("e", sync=ALL),
+    "drain without quorum": Rule("e", ((conductor, "need", _always_a_quorum),), sync=ALL),
     "end waits for the lapsed": Rule("e", sync={"quorum": 1}, trouble="cut"),
     "finished calls nobody": Rule(
         "e", ((ledger.Ledger, "calls", _calls_for_ever),), {"quorum": 1}, trouble="cut"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
+from diloco_cli.core import conductor, pace, rounds
 from diloco_cli.core import ledger as ledgers
-from diloco_cli.core import pace, rounds
+from diloco_cli.core.conductor import CallFragment, CloseRound, EndRun, FinishRun
 from diloco_cli.core.journal_records import (
     FragmentCalled,
     FrameDecided,
@@ -70,6 +71,8 @@ class Server(Process):
         self.sync = world.setting.sync
         self.journal: list[Record] = []
         self.payloads: dict[str, Frame] = {}
+        sizes = range(1, self.sync.fragments + 1)
+        self.terms = conductor.RunTerms(self.sync, sizes, world.setting.budget, LEASE)
         self.states = {(f, 0): State() for f in range(self.sync.fragments)}
 
     # Life
@@ -83,19 +86,14 @@ class Server(Process):
             if not self._forgotten(record):
                 self.ledger.apply(number, record)
         self.first = len(self.journal)
-        self.averages = pace.Averages()
+        self.table = conductor.RoundTable.reopened(self.ledger, self.sync, now=now)
         self.reports: dict[str, tuple[pace.Report, ...]] = {}
         self.signs = dict.fromkeys(self.ledger.regions, now)
         self.drained: set[str] = set()
         self.empty: dict[str, tuple[bool, ...]] = {}
-        self.ended_at = now
         self.closed_at = [now] * self.sync.fragments
-        self.timers = [0.0] * self.sync.fragments
-        self.rounds: list[rounds.Round] = []
+        self.timer = 0.0
         for f, slot in enumerate(self.ledger.slots):
-            self.rounds.append(rounds.Round(tuple(slot.waiting)))
-            if slot.phase == "called":
-                self._open(f)
             if slot.phase == "closing":
                 self.later(0.5, partial(self._compute, f))
         self._beat()
@@ -142,7 +140,7 @@ class Server(Process):
         self.audit.spoke(region, epoch, owner)
         self.signs[region] = self.world.now
         self.reports[region] = beat.reports
-        self.averages = pace.stepped(self.averages, region, beat.step_seconds)
+        self.table.averages = pace.stepped(self.table.averages, region, beat.step_seconds)
         self.empty[region] = beat.empty
         if self.ledger.end and beat.drained:
             self.drained.add(region)
@@ -239,69 +237,77 @@ class Server(Process):
         self.tick()
 
     def _entered(self, frame: Frame) -> None:
-        f, now = frame.fragment, self.world.now
-        before = self.rounds[f]
-        self.rounds[f] = rounds.joined(before, frame.region, need=self.need, now=now)
-        if before.called_at is not None:
-            waited = now - before.called_at
-            self.averages = pace.answered(self.averages, frame.region, waited)
-            if before.met_at is None and self.rounds[f].met_at is not None:
-                self.averages = pace.met(self.averages, waited)
+        self.table.arrived(frame.fragment, frame.region, need=self.need, now=self.world.now)
 
     # Rounds
 
     @property
     def need(self) -> int:
-        ended = self.ledger.end and "drain without quorum" not in self.world.off
-        return 1 if ended else self.sync.quorum
+        return conductor.need(self.ledger, self.sync)
 
     def tick(self) -> None:
-        """Calls what is due, closes what may close, ends what is over."""
-        ledger, live = self.ledger, self.live()
-        if ledger.finished:
+        """Carries out what the core decides."""
+        now = until = self.world.now
+        if self.ledger.finished:
             return
-        sizes = range(1, self.sync.fragments + 1)
-        if not ledger.end and ledger.applied(list(sizes)) >= self.world.setting.budget:
-            self._append(RunEnded("budget reached"))
-            self.ended_at = self.world.now
-        if ledger.end:
-            due = pace.due_at_end(ledger.slots, self.reports, live)
-        else:
-            due = pace.due(ledger.slots, self.reports, live, self.sync)
-        for f in due:
-            self._append(FragmentCalled(f, ledger.slots[f].version))
-            self._open(f)
-        for f, slot in enumerate(ledger.slots):
+        while until is not None and until <= now:
+            look = conductor.tick(self.ledger, self.table, self._attendance(), self.terms, now=now)
+            self._carry_out(look.actions)
+            until = look.until
+        if until is not None and until != self.timer:
+            self.timer = until
+            self.later(until - now + TINY, self.tick)
+
+    def _carry_out(self, actions: list[conductor.Action]) -> None:
+        for action in actions:
+            if isinstance(action, CallFragment):
+                self._append(FragmentCalled(action.fragment, action.version))
+                self.table.rounds[action.fragment] = action.round
+        closing = {action.fragment for action in actions if isinstance(action, CloseRound)}
+        for f, slot in enumerate(self.ledger.slots):
             if slot.phase != "closing":
-                self._look(f, live)
-        self._finish()
+                self.audit.waits(self, f, f in closing)
+        for action in actions:
+            match action:
+                case CloseRound(f, verdict):
+                    self._close(f, verdict.members)
+                case EndRun(why):
+                    self._append(RunEnded(why))
+                    self.table.ended_at = self.table.moved_at = self.world.now
+                case FinishRun(why):
+                    self._append(RunFinished(why))
+                    self.audit.finished(self)
+                case CallFragment():
+                    pass  # First of all, above.
+                case _:
+                    assert_never(action)
 
-    def _open(self, f: int) -> None:
-        live = self.live()
-        self.rounds[f] = rounds.called(
-            self.rounds[f],
-            need=self.need,
-            usual=pace.usual_answer(self.averages, live, self.need),
-            grace=pace.grace(self.averages, live, self.sync),
-            now=self.world.now,
-        )
+    def _attendance(self) -> conductor.Attendance:
+        ended = self.table.ended_at
+        if ended is None:
+            return conductor.Attendance(self.live(), self.reports)
+        empty = [
+            [region for region, fragments in self.empty.items() if fragments[f]]
+            for f in range(self.sync.fragments)
+        ]
+        gone = [region for region in self.ledger.regions if region not in self.drained]
+        awaited = [region for region in gone if self.world.now < self._awaited_until(region)]
+        return conductor.Attendance(self.live(), self.reports, empty, awaited, gone)
 
-    def _look(self, f: int, live: set[str]) -> None:
-        now, need = self.world.now, self.need
-        drained = [region for region, empty in self.empty.items() if empty[f]]
-        drained = drained if self.ledger.end else []
-        answer = rounds.decide(self.rounds[f], live=live, need=need, drained=drained, now=now)
-        self.audit.waits(self, f, isinstance(answer, rounds.Close))
-        if isinstance(answer, rounds.Close):
-            self._close(f, answer.members)
-        elif answer.until is not None and answer.until != self.timers[f]:
-            self.timers[f] = answer.until
-            self.later(answer.until - now + TINY, self.tick)
+    def _awaited_until(self, region: str) -> float:
+        if "end waits for the lapsed" in self.world.off:
+            return self.signs[region] + LEASE
+        return max(self.ended_at, self.signs[region]) + 2 * LEASE
+
+    @property
+    def ended_at(self) -> float:
+        assert self.table.ended_at is not None
+        return self.table.ended_at
 
     def _close(self, f: int, members: tuple[str, ...]) -> None:
         slot = self.ledger.slots[f]
         self._append(RoundClosed(f, slot.version, members, drain=bool(self.ledger.end)))
-        self.rounds[f] = rounds.Round(tuple(slot.waiting))
+        self.table.rounds[f] = rounds.Round()
         self.closed_at[f] = self.world.now
         self.later(self.world.rng.uniform(0.1, 1.0), partial(self._compute, f))
 
@@ -320,7 +326,10 @@ class Server(Process):
             record = VersionPublished(f, version, "x")
             self.durable(lambda: self._publish(record, members))
             self.ledger.apply(len(self.journal), record)
-            self.averages = pace.published(self.averages, self.world.now - self.closed_at[f])
+            self.table.moved_at = self.world.now
+            self.table.averages = pace.published(
+                self.table.averages, self.world.now - self.closed_at[f]
+            )
         self.tick()
 
     def _publish(self, record: VersionPublished, members: dict[str, rounds.Receipt]) -> None:
@@ -332,19 +341,6 @@ class Server(Process):
         fate = self.world.rng.choice(("returned", "refused"))
         self.audit.stats["dropped"] += 1
         self._append(MemberDropped(f, region, fate, "unreadable"))
-
-    def _finish(self) -> None:
-        ledger, now = self.ledger, self.world.now
-        if not ledger.end or any(slot.waiting or slot.closing for slot in ledger.slots):
-            return
-        for region in ledger.regions:
-            silent = max(self.ended_at, self.signs[region]) + 2 * LEASE
-            if "end waits for the lapsed" in self.world.off:
-                silent = self.signs[region] + LEASE
-            if region not in self.drained and now < silent:
-                return
-        self._append(RunFinished("everything is merged"))
-        self.audit.finished(self)
 
 
 def merged_state(state: State, slot: ledgers.FragmentState, payloads: dict[str, Frame]) -> State:

@@ -203,7 +203,7 @@ class Rehearsal:
                 await self._post(name, region, fragment)
         for _ in range(2):
             self.server.tick()
-            await self.server.settled()
+            await self.server.publisher.settled()
             self.now += 10.0  # Whoever is not waited for has had its grace.
         newest = self.state.weights.newest[fragment]
         for name, region in self.regions.items():
