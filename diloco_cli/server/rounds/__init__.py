@@ -1,9 +1,11 @@
-"""The run's state and its rounds: answers regions, carries out what `core` decides. Start with
-coordinator.py.
+"""The run's state and its rounds.
 
-    conductor.py     moves the rounds: calls what is due, closes what is ready, merges, ends, …
-    coordinator.py   answers the regions: who may speak, what is accepted, what is new
-    leases.py        who is there: leases and what regions last said
+In come requests of regions and the moments that pass; out go answers, journal records and new
+versions. What to do is decided in `core`; here it is carried out. Start with coordinator.py.
+
+    coordinator.py   answers the regions and moves the rounds, as the core decides
+    leases.py        which regions are there, and what they last reported
+    publish.py       merges closed rounds and publishes what comes out
     state.py         the state of a run, in one place: what is durable, what is only remembered
     token_totals.py  what do the journal and the reports add up to?
 """
