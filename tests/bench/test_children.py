@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.live
+# A busy machine may take ten times as long as an idle one.
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -31,14 +32,14 @@ def test_a_signal_leaves_no_process_and_no_folder(tmp_path: Path, what, processe
         start_new_session=True,
     )
     family: list[psutil.Process] = []
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (list(tmp_path.glob("diloco-*/server/address.json")) and len(family) >= processes):
         assert measuring.poll() is None and time.monotonic() < deadline
         family = psutil.Process(measuring.pid).children(recursive=True)
         time.sleep(0.01)
     os.killpg(measuring.pid, ending)  # As a terminal and `timeout` do it.
-    _, said = measuring.communicate(timeout=30)
+    _, said = measuring.communicate(timeout=300)
     assert measuring.returncode == 128 + ending
     assert "Traceback" not in said
-    _, left = psutil.wait_procs(family, timeout=10)
+    _, left = psutil.wait_procs(family, timeout=100)
     assert left == [] and list(tmp_path.iterdir()) == []

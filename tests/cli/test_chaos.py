@@ -105,7 +105,7 @@ def test_a_data_parallel_job_ends_when_told_to_even_if_its_shell_ignores_that():
         job.send_signal(signal.SIGINT)
         with job.stderr:
             said = job.stderr.read()
-        assert job.wait(timeout=60) == 128 + signal.SIGINT and "there is no record" in said
+        assert job.wait(timeout=250) == 128 + signal.SIGINT and "there is no record" in said
     finally:
         job.kill()
         job.wait()
