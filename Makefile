@@ -1,86 +1,96 @@
 # The table of contents for developers. Every target makes the environment it needs.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: install demo test lint model dst killloop powercut load poison chaos fuzz schema rehearse bench quality docs clean
+.PHONY: install demo check test lint model dst killloop powercut load poison chaos fuzz schema rehearse bench quality docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
 
 .venv/.stamp: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"error: diloco needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}\nhint: make $(MAKECMDGOALS) PYTHON=python3.12")'
+	@echo "installing diloco into .venv; the first time this takes a few minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[test]'
+	@$(PIP) -e .
 	@$(BIN)/python -m diloco_cli.wire.kernels.warm
+	@touch $@
+
+.venv/.stamp-test: .venv/.stamp
+	@echo "installing the tools for tests and lint into .venv"
+	@$(PIP) -e '.[test]'
 	@touch $@
 
 demo: install                    ## two regions pretrain one model on this machine
 	$(BIN)/diloco run pipelines/quickstart.yaml
 
-test: install                    ## everything CI checks, on two cores in minutes
+check: lint                      ## lint and every quick test: for the time between two edits
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not live" --ignore tests/verify --ignore tests/bench
+
+test: .venv/.stamp-test          ## everything CI checks, on two cores in minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: install                    ## style, types, layers
+lint: .venv/.stamp-test          ## style, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 
-model: install                   ## thousands of seeds of the crash model
+model: .venv/.stamp-test         ## thousands of seeds of the crash model
 	$(BIN)/python -m tests.verify.model.explore --seeds 3000 --every-crash-point
 
 SEEDS ?= 10000
 FROM ?= 0
 
-dst: install                     ## the real server on simulated bad days: make dst SEEDS=500 FROM=0
+dst: .venv/.stamp-test           ## the real server on simulated bad days: make dst SEEDS=500 FROM=0
 	$(BIN)/python -m tests.verify.dst.explore --bugs
 	$(BIN)/python -m tests.verify.dst.explore --every-step
 	$(BIN)/python -m tests.verify.dst.explore --seeds $(SEEDS) --from $(FROM)
 
-killloop: install                ## 1,000 SIGKILLs of a server under load; goes on where it stopped
+killloop: .venv/.stamp-test      ## 1,000 SIGKILLs of a server under load; goes on where it stopped
 	nice -n 10 $(BIN)/python -m tests.verify.durability.killloop --kills 1000 --results build/killloop.jsonl
 
-powercut: install                ## 200 power cuts of a server's disk; needs root
+powercut: .venv/.stamp-test      ## 200 power cuts of a server's disk; needs root
 	nice -n 10 $(BIN)/python -m tests.verify.durability.powercut --cuts 200
 
-load: install                    ## 256 clients for ten minutes: uploads a second, the server's memory
+load: .venv/.stamp-test          ## 256 clients for ten minutes: uploads a second, the server's memory
 	$(BIN)/python -m tests.verify.load.many --clients 256 --seconds 600 --json build/load.json
 
 STORM ?= tests/verify/results/eight-regions.yaml
 
-fuzz: install                    ## a million bad inputs for each decoder and engine
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[fuzz]'
+fuzz: .venv/.stamp-test          ## a million bad inputs for each decoder and engine
+	@$(PIP) -e '.[fuzz]'
 	$(BIN)/python -m tests.verify.fuzz.engines $(FUZZ)
 
-poison: install                  ## one region of eight lies, in every way we know
+poison: .venv/.stamp-test        ## one region of eight lies, in every way we know
 	$(BIN)/python -m tests.verify.poison.lying_region
 
-chaos: install                   ## eight regions under SIGKILLs, three ways to train; goes on where it stopped
+chaos: .venv/.stamp-test         ## eight regions under SIGKILLs, three ways to train; goes on where it stopped
 	for rate in 324 125; do for method in decoupled elastic rigid; do \
 		test -f build/chaos/$$rate-$$method/chaos.json || $(BIN)/diloco chaos $(STORM) --method $$method --fresh \
 			--dir build/chaos/$$rate-$$method --set "chaos.faults=[{kind: kill-trainer, per_hour: $$rate}]" || exit 1; \
 	done; done
 	$(BIN)/python -m tests.verify.results.goodput build/chaos/[0-9]*-[a-z]*[a-z]/chaos.json --png build/chaos/goodput.png
 
-rehearse: install                ## every published table the simulator repeats, cell by cell
+rehearse: .venv/.stamp-test      ## every published table the simulator repeats, cell by cell
 	for preset in streaming-table4 decoupled-table1 dp-bandwidth hetero llama3 12b-four-regions planet; do \
 		$(BIN)/diloco simulate $$preset || exit 1; \
 	done
 
-schema: install                  ## thousands of requests made up from /openapi.json
+schema: .venv/.stamp-test        ## thousands of requests made up from /openapi.json
 	SCHEMA_EXAMPLES=400 $(BIN)/python -m pytest -rP tests/security/test_schema.py
 
-bench: install                   ## figures, each beside its limit from the same run
+bench: .venv/.stamp-test         ## figures, each beside its limit from the same run
 	$(BIN)/diloco bench start
 	$(BIN)/diloco bench inner
 	$(BIN)/diloco bench wire
 	$(BIN)/diloco bench link
 	$(BIN)/diloco bench recovery
 
-quality: install                 ## held-out loss of every way to synchronise; hours, goes on where it stopped
+quality: .venv/.stamp-test       ## held-out loss of every way to synchronise; hours, goes on where it stopped
 	nice -n 5 $(BIN)/diloco bench quality --file build/quality.jsonl --plot build/quality.png
 
-docs: install                    ## the generated reference pages
+docs: .venv/.stamp-test          ## the generated reference pages
 	$(BIN)/python -m diloco_cli.cli.reference docs/reference
 
 clean:

@@ -36,7 +36,7 @@ def doctor(
     flops: Flops = None,
     format: OutputFormat = Format.text,
 ) -> None:
-    """Say whether this host is ready, one line a check; ends with 1 if something is not."""
+    """Say whether this host is ready, one line per check; ends with 1 if something is not."""
     from diloco_cli.run.doctor import host
 
     found = None

@@ -118,6 +118,7 @@ def _said(url: str, way: Way, steps: Mapping[str, float]) -> list[str]:
 
 
 def _print(found: Plan) -> None:
+    from diloco_cli.observe.units import bytes_
     from diloco_cli.plan.needs import gbit
 
     scenario, needs, expected, memory = (
@@ -131,18 +132,18 @@ def _print(found: Plan) -> None:
         ("model", f"{scenario.parameters:,} parameters in {len(scenario.sizes)} fragments"),
         (
             "trainer",
-            f"{size(memory.device)} on the device and about {size(memory.activations)} of "
-            f"activations; {size(memory.host)} on the host",
+            f"{bytes_(memory.device)} on the device and about {bytes_(memory.activations)} of "
+            f"activations; {bytes_(memory.host)} on the host",
         ),
-        ("server", f"{size(memory.server)} of memory, {size(memory.server_disk)} of disk"),
+        ("server", f"{bytes_(memory.server)} of memory, {bytes_(memory.server_disk)} of disk"),
         (
             "a fragment",
-            f"{size(needs.fragment_up)} up, {size(needs.fragment_down)} down, one about every "
+            f"{bytes_(needs.fragment_up)} up, {bytes_(needs.fragment_down)} down, one about every "
             f"{sync.every / sync.fragments:.3g} steps",
         ),
         (
             "a day",
-            f"{size(found.day[0])} up and {size(found.day[1])} down for each region",
+            f"{bytes_(found.day[0])} up and {bytes_(found.day[1])} down for each region",
         ),
         (
             f"for {share}",
@@ -201,11 +202,3 @@ def _days(days: float) -> str:
     if days >= 1:
         return f"{days:,.3g} days"
     return f"{24 * days:.2g} hours" if days >= 1 / 24 else f"{1440 * days:.2g} minutes"
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for power, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if count >= power:
-            return f"{count / power:.3g} {unit}"
-    return f"{count / 1e3:.3g} kB"

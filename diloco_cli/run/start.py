@@ -70,7 +70,7 @@ def run(spec: RunSpec, asked: RunOptions) -> int:
             _last_words(folder, summary)
             return 0
         if again:
-            typer.echo(f"going on with the run in {folder}", err=True)
+            typer.echo(f"resuming the run in {folder}", err=True)
         cores = deal_cores(asked.regions, my_cores())
         plan = LocalRunPlan(
             folder=folder,
@@ -159,4 +159,4 @@ def _last_words(folder: Path, summary: Mapping[str, Any]) -> None:
     typer.echo(f"  {folder / 'logs'}   what each process said", err=True)
     typer.echo(f"  diloco pull {folder} --out weights.safetensors   the weights", err=True)
     if summary.get("state") != "finished":
-        typer.echo("  the same command again goes on from here", err=True)
+        typer.echo("  rerun the same command to resume", err=True)

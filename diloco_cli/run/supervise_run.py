@@ -215,7 +215,7 @@ class LocalRun:
                 self._tell(change)
             if signals.count:
                 self._why = f"{signals.name} received"
-                self._wind_down(signals, "stopping; once more kills at once")
+                self._wind_down(signals, "stopping; press Ctrl-C again to kill")
                 return signals.exit_code
             fresh = self._ask()
             if fresh:
@@ -262,7 +262,7 @@ class LocalRun:
         raise QuorumLost(
             f"{possible} of the regions can still contribute, a round needs {self.plan.quorum}"
             f" ({reasons or 'all others have left'}).",
-            hint=f"Look into {self.plan.folder / 'logs'}; the same command goes on from here.",
+            hint=f"Look into {self.plan.folder / 'logs'}; rerun the same command to resume.",
         )
 
     def _server_must_go_on(self) -> None:
@@ -316,11 +316,11 @@ class LocalRun:
         facts = {"code": change.code, "why": change.why, "restarts": change.restarts}
         if change.what == "died":
             self.progress.say(
-                f"{change.name} died: {_first_line(change.why)}; again in {change.delay:.0f} s"
+                f"{change.name} died: {_first_line(change.why)}; restarting in {change.delay:.0f} s"
             )
         elif change.what == "restarted":
             self.log.note(f"{'server' if server else 'worker'}-restarted", **region, **facts)
-            self.progress.say(f"{change.name} runs again (restart {change.restarts})")
+            self.progress.say(f"{change.name} was restarted (restart {change.restarts})")
         elif change.what == "gone" and not server:
             self.log.note("worker-gone", **region, **facts)
             self.progress.say(f"{change.name} cannot go on: {change.why}")

@@ -1,4 +1,4 @@
-"""`diloco doctor`: one line a check, a fix for each that fails, an exit code for scripts."""
+"""`diloco doctor`: one line per check, a fix for each that fails, an exit code for scripts."""
 
 from __future__ import annotations
 

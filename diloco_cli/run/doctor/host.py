@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from diloco_cli.cli.plan import size
+from diloco_cli.observe.units import bytes_
 from diloco_cli.plan.plan import Plan
 
 PACKAGES = ("diloco-cli", "jax", "numpy", "numba", "httpx", "pyreqwest", "granian", "zstandard")
@@ -114,7 +114,7 @@ def _disk(found: Plan, folder: Path, *, serves: bool) -> Check:
     # A checkpoint and its successor, images, and the frames that wait.
     need = 2 * found.memory.host + found.scenario.parameters * (4 + found.scenario.up_bits / 8)
     need += found.memory.server_disk if serves else 0
-    said = f"{size(free)} are free for {folder}, about {size(need)} are needed"
+    said = f"{bytes_(free)} are free for {folder}, about {bytes_(need)} are needed"
     if free < need:
         return Check("disk", "fail", said, "Make room, or use another disk with --dir.")
     return Check("disk", "ok" if free > 2 * need else "warn", said, "It will be nearly full.")
@@ -127,7 +127,7 @@ def _memory(found: Plan, *, serves: bool, trains_here: bool) -> Check:
     need = found.memory.host + (found.memory.server if serves else 0)
     if trains_here:  # No accelerator with a memory of its own.
         need += found.memory.device + found.memory.activations
-    said = f"{size(free)} are free, about {size(need)} are needed by one region"
+    said = f"{bytes_(free)} are free, about {bytes_(need)} are needed by one region"
     said += " and the server" if serves else ""
     if free < need:
         fix = "A smaller model or batch, more inner.accumulate, or a larger machine."
