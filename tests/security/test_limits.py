@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from diloco_cli.server.http.limits import PATIENCE_SECONDS, UPLOADS_PER_REGION, Quota
-from diloco_cli.server.intake.body import batches
+from diloco_cli.server.http.limits import UPLOADS_PER_REGION, Quota
+from diloco_cli.server.intake.body import PATIENCE_SECONDS, batches
 from diloco_cli.server.refusals import HttpRefusal
 
 
@@ -47,7 +47,7 @@ def test_a_body_that_drips_is_given_up_and_a_slow_one_is_not():
         return total
 
     assert asyncio.run(received(100, 16384, 1.0)) == 100 * 16384
-    with pytest.raises(HttpRefusal, match="less than 8192 a second") as denied:
+    with pytest.raises(HttpRefusal, match="less than 8192 per second") as denied:
         asyncio.run(received(100, 1, 1.0))
     assert denied.value.status == 408
     assert now[0] < 100 + PATIENCE_SECONDS + 2

@@ -1,45 +1,51 @@
-"""May they? The caller's role and region against what a call asks for.
+"""Authorisation: the caller's role and region against what a call requires.
 
-The certificate is the gate: without one there is no connection, but the application never
-sees whose it was. The token is the identity: it names a role and, for a region, the region.
+Without a client certificate there is no connection, but the application never sees whose it
+was. The token identifies the caller: it names a role and, for a region, the region.
 """
 
 from __future__ import annotations
 
 import base64
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from starlette.requests import Request
 
-from diloco_cli.server.access.tokens import Caller, TokenList
+from diloco_cli.server.access.tokens import Caller, Role, TokenList
 from diloco_cli.server.refusals import HttpRefusal
-
-if TYPE_CHECKING:
-    from diloco_cli.server.http.calls import Call
 
 LONGEST_HEADER = 2048
 REQUESTS_PER_CALLER = 128
 """At once; a worker needs fewer than ten."""
 
 
-class AccessCheck:
-    """Decides who may do what; without a keyring (loopback only) everybody may everything."""
+class RestrictedCall(Protocol):
+    """A call of the API, and the roles that may make it; without roles, anyone may."""
 
-    def __init__(self, keyring: TokenList | None) -> None:
-        self._keyring = keyring
+    @property
+    def name(self) -> str: ...
+    @property
+    def may(self) -> frozenset[Role]: ...
+
+
+class AccessCheck:
+    """Decides who may make which call; without tokens (loopback only), anyone may make any."""
+
+    def __init__(self, tokens: TokenList | None) -> None:
+        self._tokens = tokens
         self.met: set[tuple[str, int]] = set()
-        """Where those who may are connected from; whoever sweeps removes who is gone."""
+        """Addresses of authorised clients; `IdleConnections` removes closed ones."""
         self._under_way: Counter[str] = Counter()
 
-    def check(self, call: Call, request: Request) -> Caller | None:
-        """Says who is asking, or denies."""
-        if self._keyring is None:
+    def check(self, call: RestrictedCall, request: Request) -> Caller | None:
+        """Returns the caller, or refuses."""
+        if self._tokens is None:
             self._meet(request)
             return None
         if not call.may:
             return None
-        caller = self._keyring.who(presented(request.headers.get("authorization", "")))
+        caller = self._tokens.who(presented(request.headers.get("authorization", "")))
         request.state.caller = caller
         self._meet(request)
         if caller.role not in call.may:
@@ -59,7 +65,7 @@ class AccessCheck:
         return caller
 
     def _count(self, who: str, request: Request) -> None:
-        """A request that its client has forgotten still waits for its answer here."""
+        """Limits requests in progress; one that its client abandoned counts until answered."""
         if self._under_way[who] >= REQUESTS_PER_CALLER:
             raise HttpRefusal(
                 "busy",
@@ -71,7 +77,7 @@ class AccessCheck:
         request.state.counted = who
 
     def left(self, who: str | None) -> None:
-        """Takes note that a request that was let in is over."""
+        """Notes that a counted request is over."""
         if who is not None:
             self._under_way[who] -= 1
 
@@ -92,6 +98,6 @@ def presented(header: str) -> str | None:
     if kind.lower() == "basic":
         try:
             return base64.b64decode(value, validate=True).decode().partition(":")[2] or None
-        except ValueError:  # No base64, or no text.
+        except ValueError:  # Not base64, or not text.
             return None
     return None

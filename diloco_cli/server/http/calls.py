@@ -21,10 +21,12 @@ class Call:
     does: str
     answers: dict[int, str]
     may: frozenset[Role] = field(kw_only=True)
-    """Who may make it where there are credentials; nobody named, anybody may."""
+    """The roles that may make it, where there are tokens; without roles, anyone may."""
     query: dict[str, str] | None = None
     sends: str = ""
     """Media type of the request's body."""
+    message: type[messages.Message] | None = None
+    """What a JSON body has to be."""
     gives: str = "application/json"
     region: bool = False
     """Made by a region: must name the run and the wire version."""
@@ -75,6 +77,7 @@ CALLS = (
             426: "another wire version",
         },
         sends=_JSON,
+        message=messages.Join,
         region=True,
         may=_REGION,
     ),
@@ -89,6 +92,7 @@ CALLS = (
             412: "fenced: another worker speaks for the region",
         },
         sends=_JSON,
+        message=messages.Heartbeat,
         region=True,
         may=_REGION,
     ),
@@ -262,7 +266,7 @@ CALLS = (
 
 
 def openapi(version: str) -> dict[str, Any]:
-    """Describes the API in OpenAPI's words."""
+    """Describes the API as an OpenAPI document."""
     paths: dict[str, dict[str, Any]] = {}
     for call in CALLS:
         path = re.sub(r":\w+}", "}", call.path)
@@ -278,10 +282,23 @@ def openapi(version: str) -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": {"Error": _ERROR},
+            "schemas": {"Error": _ERROR, **_message_schemas()},
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+_REF = "#/components/schemas/"
+
+
+def _message_schemas() -> dict[str, Any]:
+    """The JSON schema of every message that a call takes, with the types it refers to."""
+    schemas: dict[str, Any] = {}
+    for message in filter(None, (call.message for call in CALLS)):
+        schema = message.model_json_schema(ref_template=_REF + "{model}")
+        schemas |= schema.pop("$defs", {})
+        schemas[message.__name__] = schema
+    return schemas
 
 
 _SCHEMAS = {"": {"type": "string"}, "int": {"type": "integer", "minimum": 0}}
@@ -310,7 +327,8 @@ def _operation(call: Call) -> dict[str, Any]:
         operation["security"] = [{"token": []}]
         operation["x-roles"] = sorted(call.may)
     if call.sends:
-        operation["requestBody"] = {"required": True, "content": {call.sends: {}}}
+        schema = {"schema": {"$ref": _REF + call.message.__name__}} if call.message else {}
+        operation["requestBody"] = {"required": True, "content": {call.sends: schema}}
     return operation
 
 
@@ -327,7 +345,7 @@ def _parameter(name: str, where: str, meaning: str, required: bool = False) -> d
 def _response(call: Call, code: int) -> dict[str, Any]:
     described: dict[str, Any] = {"description": call.every_answer[code]}
     if code >= 400:
-        described["content"] = {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+        described["content"] = {_JSON: {"schema": {"$ref": _REF + "Error"}}}
     elif code not in (204, 304):
         described["content"] = {call.gives: {}}
     return described

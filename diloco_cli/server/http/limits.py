@@ -1,7 +1,7 @@
-"""How much of the server one region may take at a time, and how slowly.
+"""How much of the server one region may use at a time.
 
-Sizes of bodies follow from the model and are checked where they are read; these limits are
-about many bodies at once, and about bodies that never end.
+The size of a body follows from the model and is checked where it is read; these limits are
+about many bodies at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ UPLOADS_PER_REGION = 8
 MODELS_PER_REGION = 2
 """Bytes on the way at once, counted in uploads of the whole model."""
 
-SLOWEST_BYTES_PER_SECOND = 8192
-PATIENCE_SECONDS = 60.0
 JSON_SECONDS = 30.0
 """For a body of a few kilobytes to arrive."""
 
@@ -51,17 +49,6 @@ class Quota:
         finally:
             self._uploads[region] -= 1
             self._bytes[region] -= size
-
-
-def check_drip(received: int, seconds: float) -> None:
-    """Refuses a body of which so little has come in so long that it would never end."""
-    if seconds > PATIENCE_SECONDS + received / SLOWEST_BYTES_PER_SECOND:
-        raise HttpRefusal(
-            "too-slow",
-            f"{received} bytes in {seconds:.0f} s are less than "
-            f"{SLOWEST_BYTES_PER_SECOND} a second.",
-            "It is sent again by itself; what arrived in parts is kept.",
-        )
 
 
 def _busy(message: str) -> HttpRefusal:

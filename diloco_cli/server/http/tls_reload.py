@@ -1,8 +1,8 @@
-"""The door of the server: one port, TLS on it, and new locks while it is open.
+"""One listening port; reloads TLS certificates without a restart.
 
-When a file of the certificates changes, a second listener with the new ones takes over the
-same port; the old one is told to finish, and its connections are cut soon after. Whoever is
-cut connects again, and a revoked certificate opens nothing a few seconds later.
+When a certificate file changes, a second listener with the new files takes over the same port;
+the old one is told to finish, and its connections are closed soon after. Clients reconnect, and a
+revoked certificate is refused within a few seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Certificates:
 
     @property
     def listed(self) -> tuple[Path, Path, Path, Path]:
-        """The server's certificate, its key, whom it believes, and whom no longer."""
+        """The server's certificate, its key, the authority it trusts, and the revocation list."""
         names = ("server.pem", "server.key", "ca.pem", "revoked.pem")
         certificate, key, ca, revoked = (self.folder / name for name in names)
         return certificate, key, ca, revoked
@@ -68,14 +68,14 @@ class Certificates:
         return TokenList(self.folder / FILE, run)
 
     def seen(self) -> tuple[tuple[int, ...], ...]:
-        """What tells whether a file was replaced."""
-        found = [path.stat() for path in self.listed]
-        # Also its rights: a key that others could read is used once they no longer can.
-        return tuple((one.st_mtime_ns, one.st_ino, one.st_size, one.st_mode) for one in found)
+        """Changes when a file is replaced."""
+        stats = [path.stat() for path in self.listed]
+        # With its mode: a key that other users could read is taken once they no longer can.
+        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_mode) for stat in stats)
 
 
 def refuse_open(taken: socket.socket, certificates: Certificates | None) -> None:
-    """Refuses to be heard beyond this host without TLS and credentials."""
+    """Refuses to listen beyond this host without TLS and tokens."""
     host = str(taken.getsockname()[0]).partition("%")[0]
     if certificates is None and not ipaddress.ip_address(host).is_loopback:
         raise SpecError(

@@ -21,7 +21,7 @@ from diloco_cli.server.versions import next_version
 from diloco_cli.wire.frame import open_frame
 from diloco_cli.wire.messages import contribution_path
 from tests.server.harness import in_a_loop, make_recipe, make_spec
-from tests.server.http.test_asgi import put, served
+from tests.server.http.requests import put, served
 
 
 async def sent(bench: Any, client: Any) -> dict[str, str]:
