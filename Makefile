@@ -13,7 +13,7 @@ install: .venv/.stamp            ## the command `diloco` in .venv
 	@echo "installing diloco into .venv; the first time this takes a few minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) -e .
-	@$(BIN)/python -m diloco_cli.wire.kernels.warm
+	@$(BIN)/python -m diloco_cli.wire.kernels.jit
 	@touch $@
 
 .venv/.stamp-test: .venv/.stamp

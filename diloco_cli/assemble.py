@@ -21,9 +21,7 @@ from typing import Any, cast
 from diloco_cli.core.fragments import Layout, cut
 from diloco_cli.data.text import datasets, tokenizers
 from diloco_cli.errors import RegistryError
-from diloco_cli.merge.outer_optimizers import OuterOptimiser, outer_optimisers
-from diloco_cli.merge.robust import merge_rules
-from diloco_cli.merge.rules import MergeRule
+from diloco_cli.merge import MergeRule, OuterOptimizer, merge_rules, outer_optimizers
 from diloco_cli.models.decoder import Model, models
 from diloco_cli.registry import Registry
 from diloco_cli.server.settings import ServerSettings
@@ -38,7 +36,7 @@ from diloco_cli.worker.engines.optimizers import optimizers, schedules
 SEAMS: dict[str, Registry[Any]] = {
     "codec": codecs,
     "merge": merge_rules,
-    "outer": outer_optimisers,
+    "outer": outer_optimizers,
     "model": models,
     "data": datasets,
     "tokenizer": tokenizers,
@@ -63,7 +61,7 @@ class RunObjects:
     up: Codec
     down: Codec
     merge: MergeRule
-    outer: OuterOptimiser
+    outer: OuterOptimizer
 
 
 def load_run(path: str | FilePath, overrides: Sequence[str] = ()) -> Loaded:
@@ -81,7 +79,7 @@ def resolve(spec: RunSpec) -> RunObjects:
         codecs.build(spec.wire.up),
         codecs.build(spec.wire.down),
         merge_rules.build(spec.merge),
-        outer_optimisers.build(spec.outer),
+        outer_optimizers.build(spec.outer),
     )
 
 
@@ -141,7 +139,7 @@ def _choices(spec: RunSpec) -> Iterator[tuple[Path, Registry[Any], Choice]]:
     yield ("inner", "optimizer"), optimizers, spec.inner.optimizer
     yield ("inner", "schedule"), schedules, spec.inner.schedule
     yield ("merge",), merge_rules, spec.merge
-    yield ("outer",), outer_optimisers, spec.outer
+    yield ("outer",), outer_optimizers, spec.outer
     yield ("wire", "up"), codecs, spec.wire.up
     yield ("wire", "down"), codecs, spec.wire.down
     yield ("server", "store"), stores, spec.server.store

@@ -7,14 +7,14 @@ one class and one decorator, whether it is ours or a plugin's.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from diloco_cli.errors import RegistryError
+from diloco_cli.validation import in_words, nearest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -63,17 +63,17 @@ class Registry(Generic[T]):
         if not isinstance(kind, str) or kind not in self._choices:
             return None, [self._unknown(kind)]
         choice = self._choices[kind]
-        known = [field.name for field in dataclasses.fields(cast(Any, choice)) if field.init]
+        names = [field.name for field in dataclasses.fields(cast(Any, choice)) if field.init]
         errors = [
             RegistryError(
                 f"The {self.noun} {kind!r} has no option {key!r}.",
-                hint=nearest(key, known, "Its options are"),
+                hint=nearest(key, names, "Its options are"),
                 key=key,
             )
             for key in options
-            if key not in known
+            if key not in names
         ]
-        fitting = {key: value for key, value in options.items() if key in known}
+        fitting = {key: value for key, value in options.items() if key in names}
         try:
             built = _reader(choice).validate_python(fitting)
             return (None, errors) if errors else (built, [])
@@ -84,80 +84,14 @@ class Registry(Generic[T]):
 
     def _unknown(self, kind: object) -> RegistryError:
         if kind is None:
-            said = f"The {self.noun} needs a `kind`."
-            return RegistryError(said, hint=f"Known kinds: {', '.join(self.kinds())}")
-        said = f"There is no {self.noun} called {kind!r}."
-        return RegistryError(said, hint=nearest(str(kind), self.kinds(), "Known kinds"))
+            hint = f"Known kinds: {', '.join(self.kinds())}"
+            return RegistryError(f"The {self.noun} needs a `kind`.", hint=hint)
+        hint = nearest(str(kind), self.kinds(), "Known kinds")
+        return RegistryError(f"There is no {self.noun} called {kind!r}.", hint=hint)
 
     def _unfit(self, kind: str, detail: ErrorDetails) -> RegistryError:
         message, hint = in_words(detail)
         if not detail["loc"]:
             return RegistryError(f"The {self.noun} {kind!r}: {message}", hint=hint)
         key = ".".join(str(step) for step in detail["loc"])
-        said = f"The {self.noun} {kind!r}: {key} {message}"
-        return RegistryError(said, hint=hint, key=key)
-
-
-def nearest(asked: str, known: Sequence[str], label: str) -> str:
-    """Guesses what was meant, or lists what there is."""
-    close = difflib.get_close_matches(asked, known, n=1)
-    return f"Did you mean `{close[0]}`?" if close else f"{label}: {', '.join(known) or 'none'}"
-
-
-def in_words(detail: ErrorDetails, known: Sequence[str] = ()) -> tuple[str, str | None]:
-    """Says what pydantic found in plain words, to be read after the key; and a hint."""
-    kind, got = detail["type"], f"got {_shown(detail.get('input'))}"
-    limits = detail.get("ctx", {})
-    if kind == "missing":
-        return "is missing", "Add it."
-    if kind == "extra_forbidden":
-        return "no such key", nearest(str(detail["loc"][-1]), known, "Known keys")
-    if kind == "literal_error":
-        return f"must be {limits['expected']}; {got}", None
-    if kind == "string_pattern_mismatch":
-        wanted = "small letters, digits, - and _, at most 64, first and last a letter or digit"
-        return f"needs {wanted}; {got}", None
-    if kind == "too_short":
-        return f"needs at least {limits['min_length']}; {got}", None
-    for word, sign in _LIMITS.items():
-        if kind == word:
-            return f"must be {sign} {limits[next(iter(limits))]}; {got}", None
-    for start, wanted in _WANTED.items():
-        if kind.startswith(start):
-            return f"needs {wanted}; {got}", _quoting(wanted, detail.get("input"))
-    said = detail["msg"].removeprefix("Value error, ")
-    return (f"{said}; {got}" if detail["loc"] else said), None
-
-
-_LIMITS = {
-    "greater_than_equal": "at least",
-    "greater_than": "more than",
-    "less_than_equal": "at most",
-    "less_than": "less than",
-}
-_WANTED = {
-    "int_": "a whole number",
-    "float_": "a number",
-    "finite_number": "a finite number",
-    "string_": "text",
-    "bool_": "true or false",
-    "dict_": "a mapping (key: value)",
-    "model_": "a mapping (key: value)",
-    "dataclass_": "a mapping (key: value)",
-    "tuple_": "a list",
-    "list_": "a list",
-}
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
-
-
-def _quoting(wanted: str, value: object) -> str | None:
-    is_scalar = isinstance(value, (int, float))
-    return "Put it in quotes." if wanted == "text" and is_scalar else None
+        return RegistryError(f"The {self.noun} {kind!r}: {key} {message}", hint=hint, key=key)

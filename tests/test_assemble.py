@@ -85,7 +85,8 @@ def test_a_section_that_cannot_be_read_says_nothing_about_its_kind():
 def test_a_plugin_may_bring_its_own_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a_lab_of_ours.py").write_text(
         "from dataclasses import dataclass\n"
-        "from diloco_cli.merge.rules import Mean, merge_rules\n"
+        "from diloco_cli.merge import merge_rules\n"
+        "from diloco_cli.merge.rules import Mean\n"
         "@merge_rules.register('ours')\n"
         "@dataclass(frozen=True)\n"
         "class Ours(Mean):\n"

@@ -270,20 +270,18 @@ def bare_seconds(spec: RunSpec, parts: RunObjects) -> float:
     """CPU time of the arithmetic alone: every region packs, one merges, every region adds."""
     import numpy as np
 
-    from diloco_cli.merge.outer_step import MergePlan, fuse
+    from diloco_cli.merge.outer_step import MergePlan, next_weights
     from diloco_cli.wire.frame import Header, open_frame, pack, seal
 
     fragment = parts.layout.fragments[0]
     codecs = {"up": dict(spec.wire.up), "down": dict(spec.wire.down)}
-    header = Header(
-        kind="contribution",
+    header = Header.contribution(
         run="bare",
         layout=parts.layout.digest,
         fragment=0,
         size=fragment.size,
         codec=codecs["up"],
         base=0,
-        version=0,
         region="bare",
     )
     delta = pseudo_gradient(fragment, np.random.default_rng(0))
@@ -293,7 +291,7 @@ def bare_seconds(spec: RunSpec, parts: RunObjects) -> float:
     def once() -> float:
         began = time.process_time()
         members = [(1.0, open_frame(pack(header, delta))) for _ in spec.regions]
-        made = fuse(method, fragment, members, state)
+        made = next_weights(method, fragment, members, state)
         down = open_frame(seal(replace(header, codec=codecs["down"]), made.chunks))
         for _ in spec.regions:
             down.added_to(weights)

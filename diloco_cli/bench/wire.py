@@ -231,15 +231,13 @@ def _load(file: Path) -> np.ndarray:
 
 
 def _header(codec: dict[str, Any], size: int) -> Header:
-    return Header(
-        kind="contribution",
+    return Header.contribution(
         run="bench",
         layout="0" * 64,
         fragment=0,
         size=size,
         codec=codec,
         base=0,
-        version=0,
         region="bench",
     )
 

@@ -214,7 +214,7 @@ def _regions(spec: RunSpec, asked: str | None) -> tuple[str, ...]:
 
 def _one_region(spec: RunSpec, asked: str | None) -> str:
     from diloco_cli.errors import SpecError
-    from diloco_cli.registry import nearest
+    from diloco_cli.validation import nearest
 
     names = [region.name for region in spec.regions]
     if asked in names:

@@ -158,8 +158,8 @@ def _refuse_options(preset: str, given: dict[str, Any]) -> None:
 
 def _kind(kind: str) -> Any:
     from diloco_cli.errors import SpecError
-    from diloco_cli.registry import nearest
     from diloco_cli.spec.fault_kinds import KILLS
+    from diloco_cli.validation import nearest
 
     if kind not in KILLS:
         hint = nearest(kind, KILLS, "Kinds")
@@ -173,8 +173,8 @@ def _simulate(
     from diloco_cli.assemble import fragment_sizes, load_run
     from diloco_cli.bench.published import PRESETS
     from diloco_cli.errors import SpecError
-    from diloco_cli.registry import nearest
     from diloco_cli.sim.sweep import parse_vary, sweep
+    from diloco_cli.validation import nearest
 
     if not Path(what).exists() and not what.endswith((".yaml", ".yml")):
         raise SpecError(

@@ -125,8 +125,8 @@ def explain(
     """List the kinds a spec can name, and their options."""
     from diloco_cli.assemble import SEAMS
     from diloco_cli.errors import SpecError
-    from diloco_cli.registry import nearest
     from diloco_cli.spec.describe import kinds_of
+    from diloco_cli.validation import nearest
 
     if seam and seam not in SEAMS:
         raise SpecError(

@@ -1,13 +1,25 @@
-"""Contributions of one round in, the next version of a fragment out. Start with rules.py.
+"""Contributions of one round in, the next version of a fragment out. Start with protocols.py.
 
-combine.py           many frames become one delta: the first two sweeps of a merge
-kernels.py           the loops of a merge: lengths, weighted sums of many bodies, the outer …
-outer_optimizers.py  A merged pseudo-gradient becomes the next version
-outer_step.py        A closed round becomes the next version in three sweeps over its …
-robust.py            merge rules for runs in which one region may lie
-rules.py             many pseudo-gradients become one
+    protocols.py   what rules and optimizers do, how one is made fast, the registries
+    rules.py       mean and radial; the fold that every rule stands for
+    robust.py      rules for runs in which one region may lie: trimmed, median, clipped
+    optimizers.py  Nesterov momentum and plain descent
+    combine.py     frames of all members become one delta, chunk by chunk
+    outer_step.py  the merged delta becomes new weights and the delta frame's chunks
+    kernels.py     the compiled loops of the outer step
+
+Importing this package registers every kind.
 """
 
-from diloco_cli.merge import robust, rules
+from diloco_cli.merge import optimizers, robust, rules
+from diloco_cli.merge.protocols import MergeRule, OuterOptimizer, merge_rules, outer_optimizers
 
-__all__ = ["robust", "rules"]
+__all__ = [
+    "MergeRule",
+    "OuterOptimizer",
+    "merge_rules",
+    "optimizers",
+    "outer_optimizers",
+    "robust",
+    "rules",
+]

@@ -1,18 +1,24 @@
-"""Many frames become one delta: the first two sweeps of a merge.
+"""Many frames become one delta.
 
     1  every member, chunk by chunk   squares of each piece      → lengths
-    2  every chunk, all members       Σ weight·delta, Σ weight·direction, and their lengths
+    2  every chunk, all members       Σ weight · delta, Σ count · delta, and their lengths
 
-`core/merge.py` says what is computed here and why; only rounding may differ, in the last
-bit: lengths are summed in another order, and a sum of directions is stored as float32
-before it gets its length.
+These are the sweeps of a `WeightedSum`; the first is made only if the rule asks for lengths
+that nobody measured before. A `ByColumn` rule takes one sweep. Any other rule is folded as
+`rules.merge` has it, one decoded member after another.
+
+Frames stay compressed but for the chunks at hand, or while all of them together are no
+larger than two copies of the fragment. So memory does not grow with the number of members
+beyond that. Chunks may be merged on any number of threads: sums are float64 and added up
+in one order, members as given and chunks from first to last.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, reduce
 from itertools import pairwise
 from typing import cast
 
@@ -20,11 +26,19 @@ import numpy as np
 
 from diloco_cli.core.fragments import Fragment
 from diloco_cli.errors import WireError
-from diloco_cli.merge.robust import ByColumn, Clipped
-from diloco_cli.merge.rules import MergeRule, Radial, radial_factor
+from diloco_cli.merge.protocols import (
+    ByColumn,
+    MergeMembers,
+    MergeRule,
+    PieceSums,
+    WeightedSum,
+    is_by_column,
+    is_weighted_sum,
+)
+from diloco_cli.merge.rules import merge
+from diloco_cli.wire.buffers import fresh
 from diloco_cli.wire.chunks import CHUNK, in_chunks, span_of, spread, tools
-from diloco_cli.wire.codecs.block import Nibbles
-from diloco_cli.wire.codecs.protocol import raw
+from diloco_cli.wire.codecs.protocol import Foldable, raw
 from diloco_cli.wire.frame import Frame
 
 TOGETHER = 32
@@ -49,60 +63,89 @@ class MemberUnfit(Exception):
         self.error = error
 
 
-def merge_into(
-    merged: np.ndarray,
+@dataclass(frozen=True)
+class MergedDelta:
+    """Many deltas as one: what lies between two edges is still to be multiplied by its factor."""
+
+    values: np.ndarray
+    edges: list[int]
+    factors: list[float]
+
+
+def combine(
     rule: MergeRule,
     fragment: Fragment,
     members: Sequence[tuple[float, Frame]],
+    squares: Sequence[np.ndarray] = (),
     *,
-    squares: Sequence[np.ndarray | None] = (),
-    threads: int | None,
-) -> list[float]:
-    """Writes what is merged; says with what each piece is still to be multiplied.
+    threads: int | None = None,
+) -> MergedDelta:
+    """Merges (weight, frame) pairs, in the order given; the frames are not needed afterwards.
 
-    Raises MemberUnfit for a frame that does not decode.
+    `squares` is what `Frame.squares` gave for each member's pieces, if that is known; it
+    spares the first sweep. Raises MemberUnfit for a frame that does not decode.
     """
+    if not members:
+        raise ValueError(f"fragment {fragment.number}: no members to merge")
     frames = [frame for _, frame in members]
-    if isinstance(rule, ByColumn):
-        list(in_chunks(_Columns(rule, frames, merged).chunk, fragment.size, threads))
-        return [1.0] * len(fragment.pieces)
-    edges = edges_of(fragment)
+    # A member alone is its own merge, bit for bit.
+    if len(members) > 1 and is_by_column(rule):
+        values = fresh(fragment.size)
+        list(in_chunks(_Columns(rule, frames, values).chunk, fragment.size, threads))
+    elif len(members) > 1 and is_weighted_sum(rule):
+        return _weighted_sum(rule, fragment, members, squares, threads)
+    else:
+        values = merge(rule, fragment, _decoded(members, threads))
+        values = np.require(values, np.float32, ["C", "A", "W"])
+    return MergedDelta(values, [0, fragment.size], [1.0])
+
+
+def _decoded(
+    members: Sequence[tuple[float, Frame]], threads: int | None
+) -> Iterator[tuple[float, np.ndarray]]:
+    for number, (weight, frame) in enumerate(members):
+        with _naming(number):
+            values = frame.values(threads=threads)
+        yield weight, values
+        del values  # Decoded vectors are large: only the current one is kept.
+
+
+@contextmanager
+def _naming(member: int) -> Iterator[None]:
+    """Turns a WireError into one that says whose frame it is."""
+    try:
+        yield
+    except WireError as error:
+        raise MemberUnfit(member, error) from error
+
+
+def _weighted_sum(
+    rule: WeightedSum,
+    fragment: Fragment,
+    members: Sequence[tuple[float, Frame]],
+    squares: Sequence[np.ndarray],
+    threads: int | None,
+) -> MergedDelta:
+    edges, merged = edges_of(fragment), fresh(fragment.size)
+    bodies = _Bodies([frame for _, frame in members], fragment.size)
+
+    @cache
+    def all_squares() -> np.ndarray:
+        known = len(squares) == len(members)
+        return np.array(squares) if known else _squares(bodies, edges, threads)
+
     weights = np.array([weight for weight, _ in members])
-    radial = np.array([type(rule) is Radial and not p.embedding for p in fragment.pieces])
-    # What a delta counts with: its weight, or where directions are added up, its weight by
-    # its length; a delta without a length has no direction.
-    counts = np.where(radial, 0.0, weights[:, None])
-    lengths = np.zeros_like(counts)
-    bodies = _Bodies(frames, fragment.size)
-    if radial.any() or isinstance(rule, Clipped):
-        known = [each for each in squares if each is not None]
-        if len(known) < len(members):
-            known = _squares(bodies, edges, threads)
-        lengths = np.sqrt(known) * radial
-        np.divide(weights[:, None], lengths, out=counts, where=lengths > 0)
-        if isinstance(rule, Clipped):
-            shares = rule.shares(np.sqrt(np.sum(known, axis=1)).tolist())
-            counts *= np.array(shares)[:, None]
-    weight = _in_order(weights)
-    fold = _Fold(edges, bodies, weights, counts, 1 / weight, merged)
-    sums = sum(in_chunks(fold.chunk, fragment.size, threads), start=np.zeros(1))
-    factors, cancelled = [1.0] * len(radial), []
-    for number in np.flatnonzero(radial).tolist():
-        mean = _in_order(weights * lengths[:, number]) / weight
-        straight, agreement = (math.sqrt(square) for square in sums[:, number])
-        by_direction, factor = radial_factor(len(frames), weight, mean, straight, agreement)
-        factors[number] = factor * weight
-        if not by_direction:
-            cancelled.append(number)
-    if cancelled:  # Rare. There the deltas are added up after all.
-        counts[:, cancelled] = weights[:, None]
-        fold.only = frozenset(cancelled)
+    known = MergeMembers(fragment, weights, all_squares)
+    counts = np.array(rule.counts(known), np.float64)
+    fold = _Fold(edges, bodies, weights, counts, 1 / known.weight, merged)
+    sums = reduce(np.add, in_chunks(fold.chunk, fragment.size, threads))
+    factors = rule.factors(known, PieceSums(weighted=sums[0], counted=sums[1]))
+    plain = [number for number, factor in enumerate(factors) if factor.weighted]
+    if plain:
+        counts[:, plain] = weights[:, None]
+        fold.only = frozenset(plain)
         list(in_chunks(fold.chunk, fragment.size, threads))
-    return factors
-
-
-def _in_order(numbers: np.ndarray) -> float:
-    return float(sum(numbers.tolist()))
+    return MergedDelta(merged, edges, [factor.factor for factor in factors])
 
 
 class _Bodies:
@@ -113,10 +156,11 @@ class _Bodies:
         self.codec = frames[0].codec
         self.size = size
         alike = all(frame.codec == self.codec for frame in frames)
-        self.folds = alike and isinstance(self.codec, Nibbles) and len(frames) <= TOGETHER
-        """Whether all members of a chunk are folded at once."""
+        together = alike and isinstance(self.codec, Foldable) and len(frames) <= TOGETHER
+        self.foldable = self.codec if together and isinstance(self.codec, Foldable) else None
+        """The codec, if it folds all members of a chunk at once."""
         small = len(frames) * self.codec.body_size(size) <= KEPT_BYTES * size
-        self._kept: dict[int, np.ndarray] | None = {} if self.folds and small else None
+        self._kept: dict[int, np.ndarray] | None = {} if together and small else None
 
     def prepare(self) -> None:
         """Makes room, so that threads fill what is there and nothing else."""
@@ -128,21 +172,17 @@ class _Bodies:
         span = span_of(place, self.size)
         return self.codec.body_size(span.stop - span.start)
 
-    def one(self, member: int, place: int) -> bytes:
-        try:
+    def body(self, member: int, place: int) -> bytes:
+        with _naming(member):
             return self.frames[member].body(place)
-        except WireError as error:
-            raise MemberUnfit(member, error) from error
 
-    def look(self, member: int, place: int, edges: list[int]) -> np.ndarray:
+    def measure(self, member: int, place: int, edges: list[int]) -> np.ndarray:
         """Sums the squares of one member's chunk; keeps its body."""
-        body = self.one(member, place)
+        body = self.body(member, place)
         if self._kept is not None:
             self._kept[place][member] = raw(body, self.length(place))
-        try:
+        with _naming(member):
             return self.frames[member].chunk_squares(place, edges, body)
-        except WireError as error:
-            raise MemberUnfit(member, error) from error
 
     def all(self, place: int) -> np.ndarray:
         """Gives the bodies of all members of a chunk; valid until the next call in a thread."""
@@ -152,16 +192,14 @@ class _Bodies:
         bodies = tools.scratch("bodies", len(self.frames) * length, np.uint8)
         bodies = bodies.reshape(len(self.frames), length)
         for member in range(len(self.frames)):
-            bodies[member] = raw(self.one(member, place), length)
+            bodies[member] = raw(self.body(member, place), length)
         return bodies
 
     def values(self, member: int, place: int, count: int) -> np.ndarray:
         """Decodes one member's chunk; valid until the next call in a thread."""
         values = tools.scratch("values", count, np.float32)
-        try:
+        with _naming(member):
             self.frames[member].read(place, values)
-        except WireError as error:
-            raise MemberUnfit(member, error) from error
         return values
 
 
@@ -170,8 +208,10 @@ def _squares(bodies: _Bodies, edges: list[int], threads: int | None) -> np.ndarr
     members, chunks = len(bodies.frames), -(-edges[-1] // CHUNK)
     squares = np.zeros((members, len(edges) - 1))
     bodies.prepare()
-    found = spread(lambda n: bodies.look(n // chunks, n % chunks, edges), members * chunks, threads)
-    for place, part in enumerate(found):
+    parts = spread(
+        lambda n: bodies.measure(n // chunks, n % chunks, edges), members * chunks, threads
+    )
+    for place, part in enumerate(parts):
         squares[place // chunks] += part
     return squares
 
@@ -202,29 +242,23 @@ class _Fold:
         ]
         squares = np.zeros((2, len(self.edges) - 1))
         if parts:
-            fold = self._fold_nibbles if self.bodies.folds else self._fold_values
+            fold = self._fold_bodies if self.bodies.foldable else self._fold_values
             fold(place, span, parts, squares)
         return squares
 
-    def _fold_nibbles(self, place: int, span: slice, parts: Parts, squares: np.ndarray) -> None:
-        from diloco_cli.merge.kernels import FINE, LANES, fold_int4
-
-        count, block = span.stop - span.start, cast(Nibbles, self.bodies.codec).block
-        bodies = self.bodies.all(place)
-        decoded = tools.scratch("decoded", block, np.float32)
-        near, far = tools.scratch("sums", 2 * block, np.float64).reshape(2, block)
-        lanes, found = np.empty(2 * LANES), np.empty(2)
+    def _fold_bodies(self, place: int, span: slice, parts: Parts, squares: np.ndarray) -> None:
+        codec, count = cast(Foldable, self.bodies.foldable), span.stop - span.start
+        bodies, lengths = self.bodies.all(place), np.empty(2)
         for number, part in parts:
             counts = np.ascontiguousarray(self.counts[:, number])
-            wrong = fold_int4(
-                *(bodies, block, -(-count // block), part.start - span.start),
-                *(self.weights, counts, self.factor, self.merged[part], found),
-                *(decoded, near, far, lanes),
+            wrong = codec.fold(
+                *(bodies, count, part.start - span.start, self.weights, counts),
+                *(self.factor, self.merged[part], lengths),
             )
-            if wrong != FINE:
-                self.bodies.values(wrong, place, count)  # Says what is wrong with it.
-                raise AssertionError(f"member {wrong} is read in two ways")
-            squares[:, number] = found
+            if wrong >= 0:
+                self.bodies.values(wrong, place, count)  # Raises what is wrong with it.
+                raise AssertionError(f"{codec} folds member {wrong} otherwise than it reads it")
+            squares[:, number] = lengths
 
     def _fold_values(self, place: int, span: slice, parts: Parts, squares: np.ndarray) -> None:
         from diloco_cli.wire.kernels.sums import LANES, add_twice, put_scaled, square_sum_double
@@ -259,10 +293,8 @@ class _Columns:
         rows = tools.scratch("rows", len(self.frames) * count, np.float32)
         rows = rows.reshape(len(self.frames), count)
         for member, frame in enumerate(self.frames):
-            try:
+            with _naming(member):
                 frame.read(place, rows[member])
-            except WireError as error:
-                raise MemberUnfit(member, error) from error
         for start in range(0, count, STRIP):
             strip = slice(start, min(start + STRIP, count))
             inside = slice(span.start + strip.start, span.start + strip.stop)
@@ -276,8 +308,8 @@ def edges_of(fragment: Fragment) -> list[int]:
 
 def stretches(edges: Sequence[int], span: slice) -> Parts:
     """Which pieces a chunk holds, and which of the fragment's values those are."""
-    found = [
+    parts = (
         (number, slice(max(start, span.start), min(stop, span.stop)))
         for number, (start, stop) in enumerate(pairwise(edges))
-    ]
-    return [(number, part) for number, part in found if part.start < part.stop]
+    )
+    return [(number, part) for number, part in parts if part.start < part.stop]

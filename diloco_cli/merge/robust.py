@@ -4,13 +4,12 @@ A mean has no defence: one member of a thousand can move it anywhere. These rule
 what a minority can do, and each has its price, said with it. None of them sees through
 poison that looks like honest work; norms and finiteness are looked at before (`guard`).
 
-`Trimmed` and `Median` look at one value of all members at a time (`combine`), so a server
-may give them the members chunk by chunk. `Clipped` needs only each member's length.
+`Trimmed` and `Median` merge by column, so the server gives them the members chunk by
+chunk. `Clipped` is a weighted sum that needs each member's length.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -20,14 +19,13 @@ import numpy as np
 from pydantic import Field
 
 from diloco_cli.core.fragments import Fragment, norm, spans
-from diloco_cli.merge.rules import merge_rules
-
-__all__ = ["ByColumn", "Clipped", "Median", "Trimmed", "merge_rules"]
+from diloco_cli.merge.protocols import MergeMembers, PieceFactor, PieceSums, merge_rules
+from diloco_cli.merge.rules import Mean
 
 
 @dataclass(slots=True)
 class MemberDeltas:
-    """Whom a rule saw; it must see all of them before it can say anything."""
+    """All members so far, for a rule that must see every one of them."""
 
     fragment: Fragment
     deltas: list[np.ndarray]
@@ -46,12 +44,12 @@ class KeepsMembers:
         return sums
 
 
-class ByColumn(KeepsMembers, ABC):
-    """A rule that merges one value of all members at a time."""
+class KeepsColumns(KeepsMembers):
+    """The fold of a rule that merges by column."""
 
-    @abstractmethod
     def combine(self, rows: np.ndarray) -> np.ndarray:
-        """Merges rows, one a member; may reorder what it is given."""
+        """Merges rows, one per member; may reorder what it is given."""
+        raise NotImplementedError
 
     def finish(self, sums: MemberDeltas) -> np.ndarray:
         merged = np.empty(sums.fragment.size, np.float32)
@@ -62,7 +60,7 @@ class ByColumn(KeepsMembers, ABC):
 
 @merge_rules.register("trimmed")
 @dataclass(frozen=True)
-class Trimmed(ByColumn):
+class Trimmed(KeepsColumns):
     """The mean of each value without its largest and smallest; weights do not count.
     Holds while fewer regions than are trimmed on one side lie, and needs at least three in
     a round. Costs the honest extremes: the step is shorter than the mean's.
@@ -80,7 +78,7 @@ class Trimmed(ByColumn):
 
 @merge_rules.register("median")
 @dataclass(frozen=True)
-class Median(ByColumn):
+class Median(KeepsColumns):
     """The middle of each value; weights do not count.
     Holds while fewer than half of a round's members lie. Costs most of the step: regions'
     pseudo-gradients are nearly orthogonal, and the middle of many unlike values is near zero.
@@ -108,6 +106,13 @@ class Clipped(KeepsMembers):
         """With what each member's values are multiplied."""
         limit = self.most * median(lengths)
         return [limit / length if length > limit else 1.0 for length in lengths]
+
+    def counts(self, members: MergeMembers) -> np.ndarray:
+        lengths = np.sqrt(np.sum(members.squares(), axis=1))
+        return Mean().counts(members) * np.array(self.shares(lengths.tolist()))[:, None]
+
+    def factors(self, members: MergeMembers, sums: PieceSums) -> list[PieceFactor]:
+        return Mean().factors(members, sums)
 
     def finish(self, sums: MemberDeltas) -> np.ndarray:
         shares = self.shares([norm(delta) for delta in sums.deltas])

@@ -1,9 +1,8 @@
-"""Many pseudo-gradients become one.
+"""Many pseudo-gradients become one: mean and radial.
 
-A merge rule is a fold over the flat vectors of one fragment: `start`, then `add` once
-per contribution, then `finish`. The fold lets the server decode one contribution at a
-time, so memory does not grow with the number of regions. The sums belong to the fold:
-`add` may change them in place. A rule that must see everything keeps a list.
+`merge` is what every rule means: a fold that decodes one contribution at a time, so memory
+does not grow with the number of regions. A rule that must see everything keeps a list.
+`counts` and `factors` say the same to the server's fast path (combine.py).
 
 Sums and weights are float64, results float32. Members come in name order, so the same
 members give the same bits whatever the network did.
@@ -14,21 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
 from diloco_cli.core.fragments import Fragment, Piece, norm, spans
-from diloco_cli.registry import Registry
-
-
-class MergeRule(Protocol):
-    def start(self, fragment: Fragment) -> Any: ...
-    def add(self, sums: Any, delta: np.ndarray, weight: float) -> Any: ...
-    def finish(self, sums: Any) -> np.ndarray: ...
-
-
-merge_rules: Registry[MergeRule] = Registry("merge rule")
+from diloco_cli.merge.protocols import (
+    MergeMembers,
+    MergeRule,
+    PieceFactor,
+    PieceSums,
+    in_order,
+    merge_rules,
+)
 
 LIGHTEST, HEAVIEST = 1e-40, 1e40
 """Weights of any real run lie within; beyond, squares of weighted sums leave float64."""
@@ -104,6 +100,12 @@ class Mean:
         _put_scaled(merged, sums.total, 1 / sums.weight)
         return merged
 
+    def counts(self, members: MergeMembers) -> np.ndarray:
+        return np.repeat(members.weights[:, None], len(members.fragment.pieces), axis=1)
+
+    def factors(self, members: MergeMembers, sums: PieceSums) -> list[PieceFactor]:
+        return [PieceFactor()] * len(members.fragment.pieces)
+
 
 @dataclass(slots=True)
 class RadialSums:
@@ -153,6 +155,30 @@ class Radial:
             _put_scaled(merged[piece.span], source[piece.span], scale)
         return merged
 
+    def counts(self, members: MergeMembers) -> np.ndarray:
+        counts = Mean().counts(members)
+        for number, piece in enumerate(members.fragment.pieces):
+            if not piece.embedding:
+                lengths = np.sqrt(members.squares()[:, number])
+                counts[:, number] = 0.0  # A delta without a length has no direction.
+                np.divide(members.weights, lengths, out=counts[:, number], where=lengths > 0)
+        return counts
+
+    def factors(self, members: MergeMembers, sums: PieceSums) -> list[PieceFactor]:
+        weight, factors = members.weight, Mean().factors(members, sums)
+        for number, piece in enumerate(members.fragment.pieces):
+            if not piece.embedding:
+                lengths = np.sqrt(members.squares()[:, number])
+                by_direction, factor = radial_factor(
+                    len(lengths),
+                    weight,
+                    in_order(members.weights * lengths) / weight,
+                    math.sqrt(sums.weighted[number]),
+                    math.sqrt(sums.counted[number]),
+                )
+                factors[number] = PieceFactor(factor * weight, weighted=not by_direction)
+        return factors
+
 
 def _radial(sums: RadialSums, piece: Piece, mean_length: float) -> tuple[np.ndarray, float]:
     """Picks the direction of the merged piece and the factor that gives it its length."""
@@ -167,7 +193,7 @@ def _radial(sums: RadialSums, piece: Piece, mean_length: float) -> tuple[np.ndar
 def radial_factor(
     members: int, weight: float, mean_length: float, straight: float, agreement: float
 ) -> tuple[bool, float]:
-    """Says whether a merged piece is the sum of directions or of deltas, and times what.
+    """Says whether a merged piece is the sum of directions or of deltas, and times what factor.
 
     `straight` and `agreement` are the lengths of Σ weight · delta and of Σ weight ·
     direction. Where directions cancel, what is left of them is noise, and full length

@@ -18,8 +18,8 @@ from importlib import resources
 from pathlib import Path
 
 from diloco_cli.errors import SpecError
-from diloco_cli.registry import nearest
 from diloco_cli.spec.yaml_source import scalar
+from diloco_cli.validation import nearest
 
 TEMPLATES = resources.files("diloco_cli") / "run" / "templates"
 PORT = 7350

@@ -27,8 +27,7 @@ import numpy as np
 
 from diloco_cli.core.fragments import Fragment, Piece
 from diloco_cli.errors import DilocoError, RunFailed
-from diloco_cli.merge.outer_optimizers import Nesterov
-from diloco_cli.merge.outer_step import MergePlan, fuse, fusible
+from diloco_cli.merge.outer_step import MergePlan, next_weights
 from diloco_cli.observe.events import EventLog
 from diloco_cli.server.build_status import summary
 from diloco_cli.server.http.asgi import Guarded, make_app
@@ -72,26 +71,23 @@ def serve(
 def _get_ready(recipe: ServerSettings) -> None:
     """Loads what contributions and merges need, while nobody waits for it yet."""
     size = 64
-    said = Header(
-        kind="contribution",
+    header = Header.contribution(
         run="none",
         layout=recipe.layout.digest,
         fragment=0,
         size=size,
-        codec=dict(recipe.spec.wire.up),
+        codec=recipe.spec.wire.up,
         base=0,
-        version=0,
         region=recipe.spec.regions[0].name,
     )
-    # What is wrong with the codec is said where it matters.
-    with suppress(DilocoError):
-        frame = open_frame(pack(said, np.zeros(size, np.float32)))
-        frame.squares([0, size])
-        if fusible(recipe.merge):
-            method = MergePlan(recipe.merge, Nesterov(), codecs.build(recipe.spec.wire.down))
-            piece = Piece("none", 0, size, (size,), offset=0)
-            zeros = np.zeros(size, np.float32)
-            fuse(method, Fragment(0, (piece,)), [(1.0, frame)] * 2, (zeros, zeros, zeros))
+    # A codec or a rule that does not work is reported when a contribution needs it.
+    with suppress(Exception):
+        zeros = np.zeros(size, np.float32)
+        frame = open_frame(pack(header, zeros))
+        plan = MergePlan(recipe.merge, recipe.outer, codecs.build(recipe.spec.wire.down))
+        fragment = Fragment(0, (Piece("none", 0, size, (size,), offset=0),))
+        state = (zeros, recipe.outer.start(size), zeros)
+        next_weights(plan, fragment, [(1.0, frame)] * 2, state)
     forget_compiler()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from diloco_cli.core.fragments import Layout
 from diloco_cli.core.rounds import Receipt
-from diloco_cli.merge.outer_optimizers import OuterOptimiser
-from diloco_cli.merge.rules import MergeRule, weight
+from diloco_cli.merge import MergeRule, OuterOptimizer
+from diloco_cli.merge.rules import weight
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.codecs import Codec
 
@@ -22,7 +22,7 @@ class ServerSettings:
     layout: Layout
     up: Codec
     merge: MergeRule
-    outer: OuterOptimiser
+    outer: OuterOptimizer
     spec_digest: str
     """Of the settings every region must share."""
     settings: dict[str, Any]

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from diloco_cli.errors import SpecError
-from diloco_cli.registry import nearest
 from diloco_cli.sim.network import parse_link
 from diloco_cli.spec.fault_kinds import FAULT_KINDS, Kind
 from diloco_cli.spec.schema import ChaosSpec, FaultSpec
+from diloco_cli.validation import nearest
 
 Seconds = float
 EXAMPLE = '{"faults": [{"time": 12.5, "kind": "kill-trainer", "region": "paris"}]}'

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from diloco_cli.registry import nearest
 from diloco_cli.spec.fault_kinds import FAULT_KINDS
 from diloco_cli.spec.rules import Path, SpecFault, rate_of
+from diloco_cli.validation import nearest
 
 if TYPE_CHECKING:
     from diloco_cli.spec.schema import FaultSpec, RunSpec

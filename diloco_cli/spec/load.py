@@ -19,13 +19,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from diloco_cli.errors import SpecError
-from diloco_cli.registry import in_words
 from diloco_cli.spec.overrides import override
 from diloco_cli.spec.resolved import resolved_yaml, write_resolved
 from diloco_cli.spec.rules import MOST_TOKENS, Conflicts, Path, SpecFault, dotted
 from diloco_cli.spec.schema import RunSpec, keys_at
 from diloco_cli.spec.secrets import inline_secrets
 from diloco_cli.spec.yaml_source import Document, SourcePosition, YamlFlaw, read
+from diloco_cli.validation import in_words
 
 __all__ = ["Loaded", "Problem", "SpecErrors", "load_spec", "resolved_yaml", "write_resolved"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from diloco_cli.registry import in_words, nearest
+from diloco_cli.validation import in_words, nearest
 
 if TYPE_CHECKING:
     from diloco_cli.spec.schema import InnerSpec, RunSpec

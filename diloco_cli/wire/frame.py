@@ -38,8 +38,7 @@ from diloco_cli.wire.chunks import (
     tools,
     unsqueeze,
 )
-from diloco_cli.wire.codecs.block import Nibbles
-from diloco_cli.wire.codecs.protocol import Body, Codec, NotFinite, codecs, raw, vector
+from diloco_cli.wire.codecs.protocol import Body, Codec, Foldable, NotFinite, codecs, raw, vector
 from diloco_cli.wire.digest import VectorHash
 from diloco_cli.wire.header import MOST_HEADER_BYTES, Header, read_header, write_header
 
@@ -159,7 +158,7 @@ class Frame:
         count = span.stop - span.start
         inside = [min(max(edge - span.start, 0), count) for edge in edges]
         body = self.body(place) if body is None else body
-        if isinstance(self.codec, Nibbles):
+        if isinstance(self.codec, Foldable):
             return self.codec.squares(raw(body, self.codec.body_size(count)), count, inside)
         values = tools.scratch("values", count, np.float32)
         read_into(self.codec, body, values)

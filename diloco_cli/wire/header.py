@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -80,6 +81,43 @@ class Header:
 
     published: MaybeVectorDigest = ""
     """delta, whole: digest of the published vector of `version`."""
+
+    @classmethod
+    def contribution(
+        cls,
+        *,
+        run: str,
+        layout: str,
+        fragment: int,
+        size: int,
+        codec: Mapping[str, Any],
+        base: int,
+        region: str,
+        clock: int = 0,
+        prev: str = "",
+        tokens: float = 0.0,
+        steps: float = 0.0,
+        totals: Mapping[str, float] | None = None,
+        cursor: Mapping[str, Any] | None = None,
+    ) -> Header:
+        """The header of a region's pseudo-gradient on version `base`."""
+        return cls(
+            kind="contribution",
+            run=run,
+            layout=layout,
+            fragment=fragment,
+            size=size,
+            codec=dict(codec),
+            base=base,
+            version=base,
+            region=region,
+            clock=clock,
+            prev=prev,
+            tokens=tokens,
+            steps=steps,
+            totals=dict(totals or {}),
+            cursor=dict(cursor or {}),
+        )
 
 
 KEYS = [each.name for each in fields(Header)]

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from diloco_cli.errors import WireError
-from diloco_cli.registry import in_words
+from diloco_cli.validation import in_words
 
 WIRE_VERSION = 1
 """Of the API and of the frames that travel over it; both sides must have the same."""

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diloco_cli.core.fragments import Fragment, Piece
-from diloco_cli.merge.rules import merge, merge_rules
+from diloco_cli.merge import merge_rules
+from diloco_cli.merge.rules import merge
 
 KINDS = merge_rules.kinds()
 TWO = Fragment(0, (Piece("a", 0, 3, (3,), 0), Piece("embed", 0, 2, (2,), 3, True)))

@@ -15,8 +15,7 @@ from diloco_cli.core.fragments import Tensor, cut, gather
 from diloco_cli.core.journal_records import VersionPublished, decode_all
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.core.rounds import Answer, Receipt
-from diloco_cli.merge.outer_optimizers import outer_optimisers
-from diloco_cli.merge.rules import merge_rules
+from diloco_cli.merge import merge_rules, outer_optimizers
 from diloco_cli.server.recovery.start import open_coordinator
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.settings import ServerSettings
@@ -75,7 +74,7 @@ def make_recipe(spec: RunSpec | None = None) -> ServerSettings:
         layout=cut(TENSORS, spec.sync.fragments),
         up=codecs.build(spec.wire.up),
         merge=merge_rules.build(spec.merge),
-        outer=outer_optimisers.build(spec.outer),
+        outer=outer_optimizers.build(spec.outer),
         spec_digest=hashlib.sha256(spec.name.encode()).hexdigest(),
         settings=shared,
     )

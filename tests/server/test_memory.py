@@ -16,7 +16,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is looke
 FORGET = """
 import numpy as np
 from diloco_cli.system.server_memory import forget_compiler
-from diloco_cli.merge import kernels as merge_kernels
 from diloco_cli.wire.kernels import block as kernels
 from tests.server.test_memory import resident
 
@@ -25,7 +24,7 @@ before = resident("self", "llvmlite")
 assert forget_compiler() > 0
 print(before - resident("self", "llvmlite"))
 kernels.decode_int4.compile()  # One more is loaded, and both work.
-merge_kernels.fold_int4.compile()
+kernels.fold_int4.compile()
 values, body = np.linspace(-7, 7, 512, dtype=np.float32), np.zeros(258, np.uint8)
 back = np.zeros(512, np.float32)
 assert kernels.encode_int4(values, body, 512, 0, 1) == kernels.FINE
@@ -54,11 +53,13 @@ def test_a_compiler_that_is_forgotten_still_works():
 READY = """
 from diloco_cli.bench.support.one_fragment_server import made_up
 from diloco_cli.server.lifecycle import _get_ready
-from diloco_cli.wire import merge_kernels
+from diloco_cli.merge import kernels as merge_kernels
+from diloco_cli.wire.kernels import block as kernels
 from tests.server.test_memory import resident
 
 _get_ready(made_up(1000, {"kind": "int4"}))
-print(resident("self", "llvmlite"), merge_kernels.fold_int4._machine is not None)
+loaded = [kernel._machine is not None for kernel in (kernels.fold_int4, merge_kernels.nesterov)]
+print(resident("self", "llvmlite"), all(loaded))
 """
 
 

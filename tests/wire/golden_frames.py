@@ -36,15 +36,13 @@ def golden_values() -> np.ndarray:
 
 
 def golden_header(name: str) -> Header:
-    return Header(
-        kind="contribution",
+    return Header.contribution(
         run="golden-1",
         layout="0123456789abcdef" * 4,
         fragment=2,
         size=SIZE,
         codec=CODECS[name],
         base=41,
-        version=41,
         region="paris",
         clock=500,
         prev="fedcba9876543210" * 4,

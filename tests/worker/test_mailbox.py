@@ -28,15 +28,13 @@ def mailbox(tmp_path):
 
 
 def a_frame(clock=7, size=1000):
-    header = Header(
-        kind="contribution",
+    header = Header.contribution(
         run="run-1",
         layout="0" * 64,
         fragment=3,
         size=size,
         codec={"kind": "fp32"},
         base=2,
-        version=2,
         region="paris",
         clock=clock,
     )

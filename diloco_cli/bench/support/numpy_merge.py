@@ -13,9 +13,9 @@ import numpy as np
 import zstandard
 
 from diloco_cli.core.fragments import Fragment, Piece
-from diloco_cli.merge.outer_optimizers import Nesterov, outer_step
-from diloco_cli.merge.outer_step import MergePlan, NextWeights, fuse
-from diloco_cli.merge.rules import Radial
+from diloco_cli.merge.optimizers import Nesterov
+from diloco_cli.merge.outer_step import MergePlan, NextWeights, next_weights
+from diloco_cli.merge.rules import Radial, merge
 from diloco_cli.wire.chunks import CHUNK, spread
 from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.digest import vector_digest
@@ -53,15 +53,15 @@ def fused_merge(given: MergeRound) -> NextWeights:
     frames = spread(lambda n: open_frame(given.frames[n]), len(given.frames))
     members = [(1.0 + n, frame) for n, frame in enumerate(frames)]
     method = MergePlan(Radial(), Nesterov(), codecs.build({"kind": "int8", "block": BLOCK}))
-    return fuse(method, given.fragment, members, (given.theta, given.momentum, given.theta))
+    state = (given.theta, given.momentum, given.theta)
+    return next_weights(method, given.fragment, members, state)
 
 
 def plain_merge(given: MergeRound) -> tuple[np.ndarray, np.ndarray, list[bytes], str]:
     """Merges with numpy; gives theta, momentum, the chunks down, and what is published."""
     members = ((1.0 + n, decoded(open_frame(data))) for n, data in enumerate(given.frames))
-    theta, momentum = outer_step(
-        *(given.fragment, Radial(), Nesterov(), given.theta, given.momentum, members), drain=False
-    )
+    merged = merge(Radial(), given.fragment, members)
+    theta, momentum = Nesterov().step(given.theta, given.momentum, merged, drain=False)
     change = theta - given.theta
     chunks, published = [], np.empty_like(theta)
     compressor = zstandard.ZstdCompressor(1, write_checksum=True, write_content_size=True)

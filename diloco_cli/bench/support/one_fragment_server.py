@@ -23,8 +23,7 @@ import numpy as np
 from diloco_cli.bench.support.children import end, made, start
 from diloco_cli.core.fragments import Tensor, cut
 from diloco_cli.errors import RunFailed
-from diloco_cli.merge.outer_optimizers import outer_optimisers
-from diloco_cli.merge.rules import merge_rules
+from diloco_cli.merge import merge_rules, outer_optimizers
 from diloco_cli.net.client import Client
 from diloco_cli.net.credentials import NOBODY, Credentials, load_credentials
 from diloco_cli.server.access.issue import CredentialFolder, bundle
@@ -58,7 +57,7 @@ def made_up(values: int, up: dict[str, Any], certs: str | None = None) -> Server
         layout=cut((Tensor("w", (values,)),), 1),
         up=codecs.build(spec.wire.up),
         merge=merge_rules.build(spec.merge),
-        outer=outer_optimisers.build(spec.outer),
+        outer=outer_optimizers.build(spec.outer),
         spec_digest=hashlib.sha256(str(values).encode()).hexdigest(),
         settings={"name": spec.name},
     )
@@ -112,15 +111,13 @@ class OneFragmentServer:
             self.clock += 1
         size = self.recipe.sizes[0]
         values = np.random.default_rng(seed).normal(size=size).astype(np.float32)
-        header = Header(
-            kind="contribution",
+        header = Header.contribution(
             run=run,
             layout=self.recipe.layout.digest,
             fragment=0,
             size=size,
             codec=self.recipe.spec.wire.up,
             base=0,
-            version=0,
             region=REGIONS[0],
             clock=self.clock if clock is None else clock,
             tokens=192.0,

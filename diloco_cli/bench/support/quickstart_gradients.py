@@ -13,8 +13,7 @@ import numpy as np
 
 from diloco_cli.assemble import load_run, resolve, spelled_out
 from diloco_cli.core.fragments import Fragment, gather, scatter
-from diloco_cli.merge.outer_optimizers import outer_step
-from diloco_cli.merge.rules import weight
+from diloco_cli.merge.rules import merge, weight
 from diloco_cli.run.scaffold import TEMPLATES
 from diloco_cli.wire.codecs import Codec
 from diloco_cli.worker.engines.jax_engine import fetch, place
@@ -39,9 +38,9 @@ def quickstart_round(rounds: int = 6) -> tuple[list[np.ndarray], list[np.ndarray
         up, down = [delta for deltas, _ in sent for delta in deltas], []
         for number, fragment in enumerate(parts.layout.fragments):
             members = [(counted, decoded[number]) for _, decoded in sent]
-            theta[number], momentum[number] = outer_step(
-                *(fragment, parts.merge, parts.outer, theta[number], momentum[number], members),
-                drain=False,
+            merged = merge(parts.merge, fragment, members)
+            theta[number], momentum[number] = parts.outer.step(
+                theta[number], momentum[number], merged, drain=False
             )
             down.append(theta[number] - gather(published, fragment))
             _add(parts.down, down[-1], fragment, published)

@@ -106,15 +106,13 @@ class RandomRegion:
     def _post(self, fragment: Fragment) -> None:
         number, inner, every = fragment.number, self.spec.inner, self.spec.sync.every
         image = self.images[number]
-        header = Header(
-            kind="contribution",
+        header = Header.contribution(
             run=self.run,
             layout=self.layout.digest,
             fragment=number,
             size=fragment.size,
-            codec=dict(self.spec.wire.up),
+            codec=self.spec.wire.up,
             base=image.version,
-            version=image.version,
             region=self.name,
             clock=self.clock,
             prev=image.merged.get(self.name, ""),

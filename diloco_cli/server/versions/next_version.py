@@ -25,8 +25,8 @@ from diloco_cli.core.fragments import Fragment
 from diloco_cli.core.guard import outlier, stranger
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.errors import DilocoError, WireError
-from diloco_cli.merge.combine import edges_of
-from diloco_cli.merge.outer_step import Diverged, MemberUnfit, MergePlan, advance, combine
+from diloco_cli.merge.combine import MemberUnfit, combine, edges_of
+from diloco_cli.merge.outer_step import Diverged, MergePlan, outer_step
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store.on_disk import PayloadLost, Store, StoredState
 from diloco_cli.wire.chunks import CHUNK, span_of, spread
@@ -107,9 +107,9 @@ def next_version(
     try:
         members = _opened(recipe, store, fragment, receipts, seen)
         known = _lengths_known(recipe, fragment, receipts, members, seen)
-        merged = combine(method, fragment, members, known)
+        merged = combine(method.rule, fragment, members, known)
         del members  # The step takes memory; what they are mapped to can go before.
-        made = advance(method, merged, before)
+        made = outer_step(method, merged, before)
     except _Unusable as error:
         return error.spoiled
     except MemberUnfit as error:
@@ -119,7 +119,7 @@ def next_version(
     except NotFinite as error:
         return Spoiled(regions, "refused", f"merged, it cannot be published: {error.message}")
     digests = {**old.merged, **{receipt.region: receipt.digest for receipt in receipts}}
-    state = StoredState(made.theta, made.momentum, made.published, names=made.names)
+    state = StoredState(made.theta, made.momentum, made.published, names=made.digests)
     version = Version(old.number + 1, state, made.digest, digests, regions)
     return version, seal(frame_header(recipe, store.run, "delta", fragment, version), made.chunks)
 

@@ -124,15 +124,32 @@ class Nibbles(InPlace):
 
     def squares(self, body: np.ndarray, size: int, edges: Sequence[int]) -> np.ndarray:
         """Sums the squares of decoded values between each edge and the next, in float64."""
-        from diloco_cli.merge.kernels import square_int4
-
-        block, rows = self.block, -(-size // self.block)
-        found = [square_int4(body, block, rows, *pair) for pair in pairwise(edges)]
+        square, block, rows = _kernels().square_int4, self.block, -(-size // self.block)
+        found = [square(body, block, rows, *pair) for pair in pairwise(edges)]
         if size % block:
             self._rest(body, rows - 1, size % block)
         if min(found) < 0:
             self.read(body, np.empty(size, np.float32))  # Says what is wrong.
         return np.array(found)
+
+    def fold(
+        self,
+        bodies: np.ndarray,
+        size: int,
+        begin: int,
+        weights: np.ndarray,
+        counts: np.ndarray,
+        factor: float,
+        merged: np.ndarray,
+        squares: np.ndarray,
+    ) -> int:
+        kernels, block = _kernels(), self.block
+        decoded, lanes = np.empty(block, np.float32), np.empty(2 * kernels.LANES)
+        near, far = np.empty((2, block))
+        return kernels.fold_int4(
+            *(bodies, block, -(-size // block), begin, weights, counts, factor),
+            *(merged, squares, decoded, near, far, lanes),
+        )
 
     def _rest(self, body: np.ndarray, row: int, count: int) -> np.ndarray:
         """Decodes a short last block."""

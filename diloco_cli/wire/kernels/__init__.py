@@ -1,9 +1,9 @@
-"""The compiled loops under the codecs. Start with jit.py.
+"""The compiled loops under the codecs: arrays in, arrays filled in place. Start with jit.py.
 
-block.py   the loops of the block codecs: one scale for each block, a few bits for each value
-jit.py     loops at the speed of the memory: numba kernels, compiled on first use and then kept
-planes.py  floats as byte planes: all lowest bytes, then all of the next, up to the highest
-sparse.py  the loops of the sparse codec: which values are the largest, where are they, how …
-sums.py    sums over decoded values, in an order that no number of threads or lanes changes
-warm.py    compiles every kernel and keeps the machine code, so that no run waits for it
+jit.py     what a kernel is: one signature, compiled on first use, kept on disk
+bits.py    what kernels share: the bits of floats, and bf16 scales in a body
+planes.py  fp32 and bf16 as byte planes
+block.py   int8, int4, uniform, sign: encode, decode, add, fold many bodies at once
+sparse.py  pick the largest values of each block, write and read their places
+sums.py    sums over decoded values, in an order that no number of threads changes
 """

@@ -7,20 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from diloco_cli.wire.kernels.jit import Bytes, BytesOut, Floats, FloatsOut, inlined, kernel, whole
+from diloco_cli.wire.kernels.bits import FINE, INFINITY, largest
+from diloco_cli.wire.kernels.jit import Bytes, BytesOut, Floats, FloatsOut, kernel, whole
 
-FINE = -1
-INFINITY = 0x7F800000
 STRETCH = 1 << 11
 """Values that are moved plane by plane while they are in the cache."""
-
-
-@inlined
-def _largest(bits):
-    most = np.int32(0)
-    for i in range(bits.size):
-        most = max(most, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
-    return most
 
 
 @kernel(whole(Floats, BytesOut))
@@ -29,7 +20,7 @@ def split_fp32(values, body):
     bits = values.view(np.int32)
     for start in range(0, size, STRETCH):
         part = bits[start : min(start + STRETCH, size)]
-        if _largest(part) >= INFINITY:
+        if largest(part) >= INFINITY:
             return start
         for plane in range(4):
             into = body[plane * size + start : plane * size + start + part.size]
@@ -49,7 +40,7 @@ def join_fp32(body, values):
         low = np.int32(first[i]) | np.int32(np.int32(second[i]) << 8)
         high = np.int32(third[i]) | np.int32(np.int32(fourth[i]) << 8)
         bits[i] = np.int32(low) | np.int32(np.int32(high) << 16)
-    return 0 if _largest(bits) >= INFINITY else FINE
+    return 0 if largest(bits) >= INFINITY else FINE
 
 
 @kernel(whole(Floats, BytesOut))
@@ -57,7 +48,7 @@ def split_bf16(values, body):
     size = values.size
     bits = values.view(np.uint32)
     low, high = body[:size], body[size:]
-    if _largest(values.view(np.int32)) >= INFINITY:
+    if largest(values.view(np.int32)) >= INFINITY:
         return 0
     for i in range(size):
         even = np.uint32(np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1))
@@ -78,4 +69,4 @@ def join_bf16(body, values):
     for i in range(size):
         half = np.int32(low[i]) | np.int32(np.int32(high[i]) << 8)
         bits[i] = np.int32(np.int32(half) << 16)
-    return 0 if _largest(bits) >= INFINITY else FINE
+    return 0 if largest(bits) >= INFINITY else FINE

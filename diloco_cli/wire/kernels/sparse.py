@@ -13,44 +13,29 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
+from diloco_cli.wire.kernels.bits import (
+    FINE,
+    INFINITY,
+    MOST_SCALE,
+    ONE,
+    PER_32767,
+    SCALE_FLOOR,
+    as_float,
+    nearest,
+    pair,
+    put_pair,
+    rounded_up,
+)
 from diloco_cli.wire.kernels.jit import Bytes, BytesOut, Floats, FloatsOut, inlined, kernel, whole
 
-FINE, NOT_FINITE = -1, -2
+NOT_FINITE = -2
 WRONG_COUNT, WRONG_GAP, WRONG_SCALE, WRONG_PADDING = -3, -4, -5, -6
 
 IntsOut = types.Array(types.int32, 1, "C")
 
-INFINITY = 0x7F800000
 SMALLEST_NORMAL = 0x00800000
-SCALE_FLOOR, MOST_SCALE = 0x0100, 0x7F7F
 BINS = 1 << 11
 FAR = 255
-
-ONE = np.float32(1)
-PER_32767 = ONE / np.float32(32767)
-
-
-@inlined
-def _float(bits):
-    return np.int32(bits).view(np.float32)
-
-
-@inlined
-def _scale(wanted, rounding):
-    """bf16 bits of a scale: rounded up with 0xFFFF, to the nearest with 0x8000."""
-    bits = (np.int64(np.float32(wanted).view(np.int32)) + rounding) >> 16
-    return min(max(bits, SCALE_FLOOR), MOST_SCALE)
-
-
-@inlined
-def _put_pair(body, at, row, rows, number):
-    body[at + row] = np.uint8(number & 255)
-    body[at + rows + row] = np.uint8(number >> 8)
-
-
-@inlined
-def _pair(body, at, row, rows):
-    return np.int64(body[at + row]) | (np.int64(body[at + rows + row]) << 8)
 
 
 @inlined
@@ -134,7 +119,7 @@ def _levels(values, places, count, sizes):
     largest = np.float32(0)
     for i in range(count):
         largest = max(largest, abs(values[places[i]]))
-    unit = _float(_scale(largest * PER_32767, 0xFFFF) << 16)
+    unit = as_float(rounded_up(largest * PER_32767, MOST_SCALE) << 16)
     inverse = ONE / unit
     total = np.int64(0)
     for i in range(count):
@@ -148,9 +133,9 @@ def _levels(values, places, count, sizes):
             sums, counts = (sums[0] + sizes[i], sums[1]), (counts[0] + 1, counts[1])
     low, high = np.int64(0), np.int64(0)
     if counts[0]:
-        low = _scale(np.float32(sums[0]) / np.float32(counts[0]) * unit, 0x8000)
+        low = nearest(np.float32(sums[0]) / np.float32(counts[0]) * unit, MOST_SCALE)
     if counts[1]:
-        high = _scale(np.float32(sums[1]) / np.float32(counts[1]) * unit, 0x8000)
+        high = nearest(np.float32(sums[1]) / np.float32(counts[1]) * unit, MOST_SCALE)
     return total, low, high
 
 
@@ -174,9 +159,9 @@ def encode_sparse(values, body, block, keep, keep_last, codes_at, bins, places, 
             code = (part[places[i]] < 0) | ((sizes[i] * count > total) << 1)
             body[codes_at + picked // 4] |= np.uint8(code << (2 * (picked % 4)))
             picked += 1
-        _put_pair(body, counts_at, row, rows, count)
-        _put_pair(body, counts_at + 2 * rows, row, rows, low)
-        _put_pair(body, counts_at + 4 * rows, row, rows, high)
+        put_pair(body, counts_at, row, rows, count)
+        put_pair(body, counts_at + 2 * rows, row, rows, low)
+        put_pair(body, counts_at + 4 * rows, row, rows, high)
     return FINE
 
 
@@ -193,9 +178,9 @@ def decode_sparse(body, size, block, keep, keep_last, codes_at, places, amounts)
     counts_at = codes_at + (whole_codes + 3) // 4
     gap_at, picked = 0, 0
     for row in range(rows):
-        count = _pair(body, counts_at, row, rows)
-        low = _pair(body, counts_at + 2 * rows, row, rows)
-        high = _pair(body, counts_at + 4 * rows, row, rows)
+        count = pair(body, counts_at, row, rows)
+        low = pair(body, counts_at + 2 * rows, row, rows)
+        high = pair(body, counts_at + 4 * rows, row, rows)
         if count > (keep if row < rows - 1 else keep_last):
             return WRONG_COUNT
         if _wrong_scale(low) or _wrong_scale(high):
@@ -210,7 +195,7 @@ def decode_sparse(body, size, block, keep, keep_last, codes_at, places, amounts)
             place += np.int64(body[gap_at])
             gap_at += 1
             code = (np.int64(body[codes_at + picked // 4]) >> (2 * (picked % 4))) & 3
-            amount = _float((high if code & 2 else low) << 16)
+            amount = as_float((high if code & 2 else low) << 16)
             if amount == 0:
                 return WRONG_SCALE
             places[picked] = place

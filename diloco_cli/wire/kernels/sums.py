@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from diloco_cli.wire.kernels.bits import largest
 from diloco_cli.wire.kernels.jit import (
     Doubles,
     DoublesOut,
     Floats,
     FloatsOut,
+    inlined,
     kernel,
     real,
     single,
@@ -56,43 +58,40 @@ def put_scaled(sums, values, factor):
 @kernel(whole(Floats))
 def largest_bits(values):
     """Bits of the largest magnitude; those of NaN and infinity are above all numbers'."""
-    most, bits = np.int32(0), values.view(np.int32)
-    for i in range(bits.size):
-        most = max(most, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
-    return np.int64(most)
+    return np.int64(largest(values.view(np.int32)))
+
+
+@inlined
+def add_squares(values, lanes):
+    """Adds the square of value i to lane i mod 64."""
+    even = values.size // LANES * LANES
+    for start in range(0, even, LANES):
+        part = values[start : start + LANES]
+        for i in range(LANES):
+            lanes[i] += np.float64(part[i]) * np.float64(part[i])
+    for i in range(values.size - even):
+        lanes[i] += np.float64(values[even + i]) * np.float64(values[even + i])
+
+
+@inlined
+def total(lanes):
+    amount = 0.0
+    for i in range(LANES):
+        amount += lanes[i]
+    return amount
 
 
 @kernel(real(Doubles, DoublesOut))
 def square_sum_double(values, lanes):
     """Sums squares of float64 values in the same order as `square_sum`."""
     lanes[:] = 0.0
-    whole_lanes = values.size // LANES * LANES
-    for start in range(0, whole_lanes, LANES):
-        part = values[start : start + LANES]
-        for i in range(LANES):
-            lanes[i] += part[i] * part[i]
-    for i in range(values.size - whole_lanes):
-        lanes[i] += values[whole_lanes + i] * values[whole_lanes + i]
-    total = 0.0
-    for i in range(LANES):
-        total += lanes[i]
-    return total
+    add_squares(values, lanes)
+    return total(lanes)
 
 
 @kernel(real(Floats, DoublesOut))
 def square_sum(values, lanes):
     """Sums the squares in float64: value i goes into lane i mod 64, then the lanes are added."""
     lanes[:] = 0.0
-    whole_lanes = values.size // LANES * LANES
-    for start in range(0, whole_lanes, LANES):
-        part = values[start : start + LANES]
-        for i in range(LANES):
-            value = np.float64(part[i])
-            lanes[i] += value * value
-    for i in range(values.size - whole_lanes):
-        value = np.float64(values[whole_lanes + i])
-        lanes[i] += value * value
-    total = 0.0
-    for i in range(LANES):
-        total += lanes[i]
-    return total
+    add_squares(values, lanes)
+    return total(lanes)

@@ -85,22 +85,20 @@ class WeightsAndBooks:
         self.books[number], self.clock = book, max(self.clock, clock)
         flight = book.flight
         assert flight is not None
-        header = Header(
-            kind="contribution",
+        header = Header.contribution(
             run=self.run,
             layout=self.task.layout.digest,
             fragment=number,
             size=values.size,
-            codec=dict(self.task.spec.wire.up),
+            codec=self.task.spec.wire.up,
             base=flight.base,
-            version=flight.base,
             region=self.task.region,
             clock=clock,
             prev=flight.prev,
             tokens=flight.work.tokens,
             steps=flight.work.steps,
             totals=_not_negative(book.totals),
-            cursor=dict(self.cursor),
+            cursor=self.cursor,
         )
         return header, values
 

@@ -59,14 +59,14 @@ async def test_a_merge_does_not_hash_again_what_was_hashed(tmp_path, monkeypatch
 
 @in_a_loop
 async def test_contributions_are_let_go_of_before_the_step_takes_memory(tmp_path, monkeypatch):
-    mapped, advance = [], next_version.advance
+    mapped, outer_step = [], next_version.outer_step
 
-    def look(*about: Any) -> Any:
+    def look(*arguments: Any) -> Any:
         maps = Path("/proc/self/maps").read_text()
         mapped.append(str(tmp_path / "server" / "payloads") in maps)
-        return advance(*about)
+        return outer_step(*arguments)
 
-    monkeypatch.setattr(next_version, "advance", look)
+    monkeypatch.setattr(next_version, "outer_step", look)
     async with served(tmp_path) as (bench, client):
         await sent(bench, client)
         await merge(bench)

@@ -13,8 +13,7 @@ import zstandard
 
 from diloco_cli.core.fragments import Tensor, cut
 from diloco_cli.core.rounds import Receipt
-from diloco_cli.merge.outer_optimizers import outer_step
-from diloco_cli.merge.rules import Mean
+from diloco_cli.merge.rules import Mean, merge
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store.on_disk import StoredState
 from diloco_cli.server.versions.next_version import Spoiled, Version, next_version
@@ -35,15 +34,13 @@ def recipe(**changes: Any) -> ServerSettings:
 def contribution(run: ServerSettings, region: str, seed: int) -> bytes:
     fragment = run.layout.fragments[0]
     values = np.random.default_rng(seed).normal(scale=1e-3, size=fragment.size)
-    header = Header(
-        kind="contribution",
+    header = Header.contribution(
         run="replay",
         layout=run.layout.digest,
         fragment=0,
         size=fragment.size,
-        codec=dict(run.spec.wire.up),
+        codec=run.spec.wire.up,
         base=0,
-        version=0,
         region=region,
         tokens=100.0 + seed,
         steps=3.0,
@@ -150,8 +147,8 @@ def test_a_rule_without_kernels_is_folded_as_it_says(drain):
         (run.weight(receipt), open_frame(data).values())
         for receipt, data in zip(receipts(frames), frames, strict=True)
     ]
-    fragment, state = run.layout.fragments[0], (before.theta, before.momentum)
-    theta, momentum = outer_step(fragment, run.merge, run.outer, *state, weighed, drain=drain)
+    delta = merge(run.merge, run.layout.fragments[0], weighed)
+    theta, momentum = run.outer.step(before.theta, before.momentum, delta, drain=drain)
     np.testing.assert_array_equal(version.state.theta, theta)
     np.testing.assert_array_equal(version.state.momentum, momentum)
 

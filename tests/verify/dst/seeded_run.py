@@ -9,8 +9,7 @@ from random import Random
 import numpy as np
 
 from diloco_cli.core.fragments import Tensor, cut
-from diloco_cli.merge.outer_optimizers import outer_optimisers
-from diloco_cli.merge.rules import merge_rules
+from diloco_cli.merge import merge_rules, outer_optimizers
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.codecs import codecs
@@ -185,7 +184,7 @@ def recipe_of(spec: RunSpec) -> ServerSettings:
         layout=cut(TENSORS, spec.sync.fragments),
         up=codecs.build(spec.wire.up),
         merge=merge_rules.build(spec.merge),
-        outer=outer_optimisers.build(spec.outer),
+        outer=outer_optimizers.build(spec.outer),
         spec_digest=hashlib.sha256(spec.name.encode()).hexdigest(),
         settings={},
     )

@@ -158,15 +158,13 @@ class Trainer:
         assert flight is not None
         if self.poisoned and self.rng.random() < self.poisoned:
             held = np.full_like(held, 1e18)
-        header = Header(
-            kind="contribution",
+        header = Header.contribution(
             run=self.run,
             layout=self.recipe.layout.digest,
             fragment=f,
             size=held.size,
-            codec=dict(self.recipe.spec.wire.up),
+            codec=self.recipe.spec.wire.up,
             base=flight.base,
-            version=flight.base,
             region=self.region,
             clock=clock,
             prev=flight.prev,

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from diloco_cli.wire.kernels.warm import warm
+from diloco_cli.wire.kernels.jit import warm
 from tests.server import small_server
 
 

@@ -198,15 +198,13 @@ class LoadClient:
         # Each frame has another number of tokens: a sum tells which of them are in it.
         steps = 1.0 + (self.clock * 7 + fragment) % 11
         inner = self.goods.spec.inner
-        header = Header(
-            kind="contribution",
+        header = Header.contribution(
             run=self.run_id,
             layout=self.goods.layout.digest,
             fragment=fragment,
             size=self.goods.layout.fragments[fragment].size,
-            codec=dict(self.goods.spec.wire.up),
+            codec=self.goods.spec.wire.up,
             base=self.versions[fragment],
-            version=self.versions[fragment],
             region=self.name,
             clock=self.clock,
             prev=self.prev[fragment],

@@ -13,16 +13,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from numba.core.registry import CPUDispatcher
 
 from diloco_cli.errors import WireError
-from diloco_cli.merge import kernels as merge_kernels
 from diloco_cli.wire.codecs import InPlace, codecs
 from diloco_cli.wire.codecs.block import SCALE_FLOOR, Int4, largest_scale
-from diloco_cli.wire.kernels import block, jit, sparse
+from diloco_cli.wire.kernels import bits as shared
+from diloco_cli.wire.kernels import jit
 from diloco_cli.wire.kernels import sums as sum_kernels
-from diloco_cli.wire.kernels.jit import Floats, Kernel, real
-from diloco_cli.wire.kernels.warm import MODULES, warm
+from diloco_cli.wire.kernels.jit import MODULES, Floats, Kernel, real, warm
 from tests.wire import numpy_encoders as plain
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -159,11 +157,10 @@ def test_squares_are_summed_in_64_lanes(size):
 
 
 def test_bounds_in_the_kernels_are_those_of_the_format():
-    floors = {module.SCALE_FLOOR for module in (block, merge_kernels, sparse)}
-    assert floors == {SCALE_FLOOR}
-    assert largest_scale(127) == block.MOST_INT8
-    assert largest_scale(7) == block.MOST_INT4 == merge_kernels.MOST_INT4
-    assert largest_scale(1) == block.MOST_SIGN == sparse.MOST_SCALE
+    assert shared.SCALE_FLOOR == SCALE_FLOOR
+    assert largest_scale(127) == shared.MOST_INT8
+    assert largest_scale(7) == shared.MOST_INT4
+    assert largest_scale(1) == shared.MOST_SCALE
 
 
 def double(values):
@@ -207,26 +204,70 @@ def test_a_cache_that_was_cut_short_is_no_obstacle(tmp_path):
     shutil.rmtree(tmp_path / "__pycache__")
 
 
-def test_kernels_have_one_signature_and_call_nothing_outside_of_their_file():
-    """Or else what numba keeps on disk could be stale, or another variant."""
-    found = 0
-    for name in MODULES:
-        module = import_module(f"diloco_cli.{name}")
-        for name, value in vars(module).items():
-            if isinstance(value, Kernel):
-                assert value._function.__module__ == module.__name__, name
-                found += 1
-            elif isinstance(value, CPUDispatcher):
-                assert value.py_func.__module__ == module.__name__, name
-    assert found == warm() >= 25
+OTHER_FILE = """
+import sys
+from pathlib import Path
+from diloco_cli.wire.kernels import jit
+
+folder = Path(sys.argv[1])
+jit.__file__ = str(folder / "jit.py")  # The folder whose files count.
+sys.path.insert(0, str(folder))
+from caller import twice
+import numpy as np
+print(twice(np.ones(1, np.float32)))
+"""
 
 
-def test_every_file_of_kernels_is_known():
-    folder = Path(jit.__file__).parent
-    compiled = [path.stem for path in folder.glob("*.py") if "@kernel" in path.read_text()]
-    assert sorted([*(f"wire.kernels.{name}" for name in compiled), "merge.kernels"]) == sorted(
-        MODULES
+def test_a_kernel_is_compiled_again_when_a_function_of_another_file_changes(tmp_path):
+    (tmp_path / "called.py").write_text(
+        "import numpy as np\n"
+        "from diloco_cli.wire.kernels.jit import inlined\n"
+        "@inlined\n"
+        "def multiple(value):\n"
+        "    return np.float64(value) * 2\n"
     )
+    (tmp_path / "caller.py").write_text(
+        "from called import multiple\n"
+        "from diloco_cli.wire.kernels.jit import Floats, kernel, real\n"
+        "@kernel(real(Floats))\n"
+        "def twice(values):\n"
+        "    return multiple(values[0])\n"
+    )
+    run = [sys.executable, "-c", OTHER_FILE, str(tmp_path)]
+    root = Path(jit.__file__).parents[3]
+
+    def said() -> str:
+        return subprocess.check_output(run, text=True, cwd=root)
+
+    def entries() -> dict[Path, int]:
+        kept = (tmp_path / "__pycache__").glob("*.nbi")
+        return {path: path.stat().st_mtime_ns for path in kept}
+
+    assert said() == "2.0\n"
+    before = entries()
+    assert len(before) == 1
+    assert said() == "2.0\n" and entries() == before, "what is kept is used"
+    changed = (tmp_path / "called.py").read_text().replace("* 2", "* 3")
+    (tmp_path / "called.py").write_text(changed)
+    assert said() == "3.0\n"
+
+
+def test_every_kernel_is_in_a_file_that_is_compiled_ahead_of_time():
+    package = Path(jit.__file__).parents[2]
+    paths = [*package.rglob("kernels/*.py"), *package.rglob("*kernels.py")]
+    with_kernels = {
+        ".".join(("diloco_cli", *path.relative_to(package).with_suffix("").parts))
+        for path in paths
+        if "\n@kernel(" in path.read_text()
+    }
+    assert with_kernels == set(MODULES)
+    kernels = [
+        value
+        for name in MODULES
+        for value in vars(import_module(name)).values()
+        if isinstance(value, Kernel)
+    ]
+    assert len(kernels) == warm() >= 25
 
 
 @pytest.mark.parametrize(

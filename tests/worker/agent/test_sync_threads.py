@@ -58,15 +58,13 @@ def courier(courier_of):
 
 
 def write_frame(mailbox, clock=7, fragment=0):
-    header = Header(
-        kind="contribution",
+    header = Header.contribution(
         run="run-1",
         layout=LAYOUT,
         fragment=fragment,
         size=SIZE,
         codec={"kind": "fp32"},
         base=0,
-        version=0,
         region="paris",
         clock=clock,
         tokens=10.0,

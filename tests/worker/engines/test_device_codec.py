@@ -30,15 +30,13 @@ narrow = st.floats(-4, 4, width=16)
 
 
 def header(codec: dict, size: int) -> Header:
-    return Header(
-        kind="contribution",
+    return Header.contribution(
         run="quickstart-1",
         layout="5" * 64,
         fragment=0,
         size=size,
         codec=codec,
         base=0,
-        version=0,
         region="paris",
     )
 

@@ -1,37 +1,25 @@
-"""A merged pseudo-gradient becomes the next version.
+"""A merged pseudo-gradient becomes the next weights: Nesterov momentum, plain descent.
 
-The outer optimiser works element by element on float32 vectors and returns new ones,
-chunk by chunk, so a step needs no memory beyond its result. `tests/merge/test_outer_optimizers.py`
-shows that it does what optax does.
+`step` works element by element on float32 vectors, chunk by chunk, so it needs no memory
+beyond its result; tests/merge/test_outer_optimizers.py shows that it does what optax does.
+`fused_step` is the same in one pass, for outer_step.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
-from diloco_cli.core.fragments import Fragment, spans
-from diloco_cli.merge.rules import MergeRule, merge
-from diloco_cli.registry import Registry
+from diloco_cli.core.fragments import spans
+from diloco_cli.merge.protocols import Vectors, outer_optimizers
 
 LearningRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class OuterOptimiser(Protocol):
-    def start(self, size: int) -> np.ndarray: ...
-    def step(
-        self, theta: np.ndarray, momentum: np.ndarray, merged: np.ndarray, *, drain: bool
-    ) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-outer_optimisers: Registry[OuterOptimiser] = Registry("outer optimiser")
-
-
-@outer_optimisers.register("nesterov")
+@outer_optimizers.register("nesterov")
 @dataclass(frozen=True)
 class Nesterov:
     """SGD with Nesterov momentum: b ← μb + Δ, θ ← θ − lr(Δ + μb).
@@ -62,8 +50,17 @@ class Nesterov:
             weights[span] = theta[span] - self.lr * (delta + self.momentum * kept[span])
         return weights, kept
 
+    def fused_step(
+        self, merged: np.ndarray, factor: float, old: Vectors, new: Vectors, *, drain: bool
+    ) -> int:
+        from diloco_cli.merge.kernels import nesterov
 
-@outer_optimisers.register("sgd")
+        if drain:
+            return _fused_descent(merged, factor, old, new, self.lr)
+        return nesterov(merged, factor, *old, self.lr, self.momentum, *new)
+
+
+@outer_optimizers.register("sgd")
 @dataclass(frozen=True)
 class Sgd:
     """Plain descent: θ ← θ − lr·Δ. With lr 1 and `merge: mean` this is model averaging."""
@@ -79,6 +76,11 @@ class Sgd:
     ) -> tuple[np.ndarray, np.ndarray]:
         return _descend(theta, merged, self.lr), momentum
 
+    def fused_step(
+        self, merged: np.ndarray, factor: float, old: Vectors, new: Vectors, *, drain: bool
+    ) -> int:
+        return _fused_descent(merged, factor, old, new, self.lr)
+
 
 def _descend(theta: np.ndarray, merged: np.ndarray, lr: float) -> np.ndarray:
     weights = np.empty_like(theta)
@@ -87,20 +89,10 @@ def _descend(theta: np.ndarray, merged: np.ndarray, lr: float) -> np.ndarray:
     return weights
 
 
-def outer_step(
-    fragment: Fragment,
-    rule: MergeRule,
-    optimiser: OuterOptimiser,
-    theta: np.ndarray,
-    momentum: np.ndarray,
-    members: Iterable[tuple[float, np.ndarray]],
-    *,
-    drain: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Merges the members' (weight, delta) and makes the next version; arguments stay as they are.
+def _fused_descent(merged: np.ndarray, factor: float, old: Vectors, new: Vectors, lr: float) -> int:
+    from diloco_cli.merge.kernels import descend
 
-    Pass the members as an iterator that decodes one at a time, in the order of their
-    regions' names.
-    """
-    merged = merge(rule, fragment, members)
-    return optimiser.step(theta, momentum, merged, drain=drain)
+    theta, momentum, published = old
+    new_theta, new_momentum, change = new
+    new_momentum[:] = momentum
+    return descend(merged, factor, theta, published, lr, new_theta, change)

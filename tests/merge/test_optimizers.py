@@ -6,19 +6,20 @@ import pytest
 
 from diloco_cli.core.fragments import Fragment, Piece
 from diloco_cli.errors import RegistryError
-from diloco_cli.merge.outer_optimizers import Nesterov, OuterOptimiser, outer_optimisers, outer_step
-from diloco_cli.merge.rules import Mean, Radial
+from diloco_cli.merge import OuterOptimizer, outer_optimizers
+from diloco_cli.merge.optimizers import Nesterov
+from diloco_cli.merge.rules import Mean, Radial, merge
 
 SIZE = 1000
 WHOLE = Fragment(0, (Piece("w", 0, SIZE, (SIZE,), 0),))
 
 
-def nesterov(lr: float, momentum: float) -> OuterOptimiser:
-    return outer_optimisers.build({"kind": "nesterov", "lr": lr, "momentum": momentum})
+def nesterov(lr: float, momentum: float) -> OuterOptimizer:
+    return outer_optimizers.build({"kind": "nesterov", "lr": lr, "momentum": momentum})
 
 
-def sgd(lr: float) -> OuterOptimiser:
-    return outer_optimisers.build({"kind": "sgd", "lr": lr})
+def sgd(lr: float) -> OuterOptimizer:
+    return outer_optimizers.build({"kind": "sgd", "lr": lr})
 
 
 def random_vectors(count: int) -> list[np.ndarray]:
@@ -34,7 +35,7 @@ def random_vectors(count: int) -> list[np.ndarray]:
         (sgd(lr=0.7), optax.sgd(0.7)),
     ],
 )
-def test_eight_steps_give_what_optax_gives(ours: OuterOptimiser, theirs):
+def test_eight_steps_give_what_optax_gives(ours: OuterOptimizer, theirs):
     theta, *deltas = random_vectors(9)
     expected, state = theta, theirs.init(theta)
     momentum = ours.start(SIZE)
@@ -79,16 +80,16 @@ def test_chunks_give_the_same_bits(monkeypatch):
 def test_an_outer_step_merges_and_then_descends():
     theta, left, right = random_vectors(3)
     members = [(1.0, left), (3.0, right)]
-    after, _ = outer_step(
-        WHOLE, Mean(), sgd(lr=1.0), theta, np.zeros(0, np.float32), iter(members), drain=False
-    )
+    merged = merge(Mean(), WHOLE, iter(members))
+    after, _ = sgd(lr=1.0).step(theta, np.zeros(0, np.float32), merged, drain=False)
     np.testing.assert_allclose(after, theta - (left + 3 * right) / 4, rtol=1e-5, atol=1e-6)
 
 
 def test_one_member_moves_the_weights_by_exactly_its_delta():
     theta, delta = random_vectors(2)
     nothing = np.zeros(0, np.float32)
-    after, _ = outer_step(WHOLE, Radial(), sgd(lr=1.0), theta, nothing, [(5.0, delta)], drain=False)
+    merged = merge(Radial(), WHOLE, [(5.0, delta)])
+    after, _ = sgd(lr=1.0).step(theta, nothing, merged, drain=False)
     assert after.tobytes() == (theta - delta).tobytes()
 
 
@@ -102,4 +103,4 @@ def test_one_member_moves_the_weights_by_exactly_its_delta():
 )
 def test_rates_that_cannot_train_are_refused(asked):
     with pytest.raises(RegistryError):
-        outer_optimisers.build(asked)
+        outer_optimizers.build(asked)
