@@ -20,8 +20,6 @@ from diloco_cli.assemble import shared_digest
 from diloco_cli.chaos.inflict import EmulatedLinks, FaultInflictor, InflictedFault
 from diloco_cli.chaos.report import Span, aftermath, fault_free_rate
 from diloco_cli.errors import RunFailed, SpecError
-from diloco_cli.launch.cores import deal_cores, my_cores
-from diloco_cli.launch.roles import serve_role, work_role
 from diloco_cli.launch.subprocesses import LocalLauncher
 from diloco_cli.launch.supervise import Patience, Supervisor
 from diloco_cli.observe.events import read_events
@@ -29,12 +27,14 @@ from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run.ask import ShortCalls
 from diloco_cli.run.find_credential import for_run
 from diloco_cli.run.folder import held, read_json, refuse_foreign, set_aside
-from diloco_cli.run.supervise_run import LocalRun, LocalRunPlan, write_json
+from diloco_cli.run.start import LoggedProgress, plan_run
+from diloco_cli.run.supervise_run import LocalRun, write_json
 from diloco_cli.sim import faults as schedules
 from diloco_cli.sim.faults import Fault
 from diloco_cli.sim.network import parse_link
 from diloco_cli.spec.resolved import FILE, write_resolved
 from diloco_cli.spec.schema import ChaosSpec, RunSpec
+from diloco_cli.system import logs
 
 START_SECONDS = 600.0
 """For every region to make its first step."""
@@ -125,19 +125,9 @@ def local_run(
 ) -> tuple[int, dict[str, Any]]:
     """Server and workers as `diloco run` has them, with links between where they are asked for."""
     folder, names = options.folder, [region.name for region in spec.regions]
-    resolved = folder / FILE
-    links, cores = EmulatedLinks(chaos, faults, names), deal_cores(names, my_cores())
-    plan = LocalRunPlan(
-        folder=folder,
-        regions=tuple(names),
-        elsewhere=0,
-        quorum=spec.sync.quorum,
-        serve=serve_role(resolved, folder),
-        work=lambda region, url: work_role(
-            resolved, folder, region, url=links.url(region, url), cores=cores[region]
-        ),
-    )
-    with ProgressDisplay() as progress:
+    links = EmulatedLinks(chaos, faults, names)
+    plan = plan_run(spec, folder / FILE, names, url_for=links.url)
+    with LoggedProgress() if logs.options() else ProgressDisplay() as progress:
         run = LocalRun(
             plan,
             LocalLauncher(folder / "logs"),
@@ -149,7 +139,7 @@ def local_run(
         watcher = FaultWatcher(run, faults, links, chaos.seconds)
         run.watcher = watcher
         try:
-            code = run.conduct()
+            code = run.run()
         finally:
             links.close()
     if (span := watcher.span()) is None:

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diloco_cli.cli.run import LogForm
 from diloco_cli.cli.spec import Format, OutputFormat, Overrides, SpecFile
+from diloco_cli.system import logs
+from diloco_cli.system.logs import LogFormat
 
 if TYPE_CHECKING:
     from diloco_cli.chaos.run import Method
@@ -71,6 +74,7 @@ def chaos(
         bool, typer.Option("--fresh", help="Set an old run aside; its folder becomes FOLDER.old-N.")
     ] = False,
     format: OutputFormat = Format.text,
+    log_format: LogForm = LogFormat.text,
 ) -> None:
     """Inflict the spec's fault schedule on a real run on this machine.
 
@@ -92,6 +96,8 @@ def chaos(
         fresh=fresh,
         quiet=format is Format.json,
     )
+    if log_format is LogFormat.json:
+        logs.set_up("chaos", log_format)
     code, record = run.run_with_faults(spec, options, _baseline(method))
     if format is Format.json:
         typer.echo(json.dumps(record, indent=2))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +18,7 @@ from diloco_cli.system import logs
 from diloco_cli.system.logs import LogFormat
 
 if TYPE_CHECKING:
+    from diloco_cli.run.start import BackgroundRun
     from diloco_cli.spec.schema import RunSpec
 
 Folder = Annotated[
@@ -65,16 +68,18 @@ def run(
         str | None,
         typer.Option(metavar="A,B", help="Start only these here; others may join."),
     ] = None,
+    log_format: LogForm = LogFormat.text,
 ) -> None:
     """Run server and workers on this machine.
 
-    A folder that already holds the run is gone on with. Ctrl-C stops in good order, a second
-    one kills.
+    A folder that already holds the run is resumed. Ctrl-C stops in good order, a second one
+    kills.
     """
-    from diloco_cli.run import start as conduct
+    from diloco_cli.observe.terminal import ProgressDisplay
+    from diloco_cli.run import start
 
     spec = _load(spec_file, overrides)
-    asked = conduct.RunOptions(
+    options = start.RunOptions(
         spec_file=spec_file,
         overrides=tuple(overrides or ()),
         folder=folder or _home(spec),
@@ -82,8 +87,55 @@ def run(
         until=until,
         fresh=fresh,
     )
-    start = conduct.detach if detach else conduct.run
-    raise typer.Exit(start(spec, asked))
+    if log_format is LogFormat.json:
+        logs.set_up("run", log_format)
+    progress = start.LoggedProgress() if log_format is LogFormat.json else ProgressDisplay()
+    if detach:
+        _tell_background(start.run_in_background(spec, options, progress), options.folder)
+        return
+    code = start.run_here(spec, options, progress)
+    if log_format is LogFormat.text:
+        _print_summary(options.folder)
+    raise typer.Exit(code)
+
+
+def _print_summary(folder: Path) -> None:
+    """Shows what the run came to, and where to look next."""
+    from diloco_cli.observe.terminal import display, summary_view
+    from diloco_cli.run.folder import last_summary
+    from diloco_cli.run.start import is_finished
+
+    if not (summary := last_summary(folder)):
+        typer.echo(f"nothing is known yet; {folder / 'logs'} has the logs", err=True)
+        return
+    display(summary_view(summary))
+    typer.echo("\nwhere to look next:", err=True)
+    typer.echo(f"  {folder / 'summary.json'}   these figures, for programs", err=True)
+    typer.echo(f"  {folder / 'logs'}   what each process logged", err=True)
+    pull = f"{program()} pull {folder} --out weights.safetensors"
+    typer.echo(f"  {pull}   the weights", err=True)
+    if not is_finished(folder):
+        typer.echo("  rerun the same command to resume", err=True)
+
+
+def _tell_background(background: BackgroundRun, folder: Path) -> None:
+    if background.is_over:
+        typer.echo(f"{folder} is over; `{program()} status {folder}` says how it ended.", err=True)
+        return
+    typer.echo(background.pid)
+    for deed, command in (("watch", "status --watch"), ("stop", "stop")):
+        typer.echo(f"{deed} it with: {program()} {command} {folder}", err=True)
+    typer.echo(f"its log: {background.log}", err=True)
+
+
+def program() -> str:
+    """How this command was started, so that the commands it prints can be pasted."""
+    started = Path(sys.argv[0])
+    if started.name == "__main__.py":
+        return f"{sys.executable} -m diloco_cli"
+    found = shutil.which(started.name)
+    is_on_path = found and started.exists() and started.samefile(found)
+    return started.name if is_on_path else str(started)
 
 
 def serve(

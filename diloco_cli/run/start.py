@@ -1,22 +1,27 @@
-"""What `diloco run` does around the run itself: folder, background, last words."""
+"""Starting a run on this machine: its folder is checked and held, its processes are planned.
+
+`supervise_run.py` then keeps the processes running; `cli/run.py` reads the command line and
+prints what the run came to.
+"""
 
 from __future__ import annotations
 
+import io
+import logging
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import typer
+from rich.console import Console
 
 from diloco_cli.errors import SpecError
 from diloco_cli.launch.cores import deal_cores, my_cores
 from diloco_cli.launch.roles import serve_role, work_role
 from diloco_cli.launch.subprocesses import LocalLauncher
-from diloco_cli.observe.terminal import ProgressDisplay, display, summary_view
+from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run.ask import ShortCalls
 from diloco_cli.run.find_credential import for_run
 from diloco_cli.run.folder import (
@@ -28,11 +33,14 @@ from diloco_cli.run.folder import (
     runner_of,
     set_aside,
 )
-from diloco_cli.run.goal import parse_goal
+from diloco_cli.run.goal import StopCondition, parse_goal
 from diloco_cli.run.supervise_run import LocalRun, LocalRunPlan, error_like
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.system import logs
 from diloco_cli.system.process_end import last_words
+
+log = logging.getLogger(__name__)
 
 DETACHED_SECONDS = 60.0
 
@@ -56,83 +64,107 @@ class RunOptions:
         return words + (["--until", self.until] if self.until else [])
 
 
-def run(spec: RunSpec, asked: RunOptions) -> int:
-    """Runs to the end on this terminal and says the exit code."""
-    goal = parse_goal(asked.until)
-    refuse_foreign(asked.folder)
-    _make_room(asked)
-    folder = asked.folder
+class LoggedProgress(ProgressDisplay):
+    """Logs what a display would show to people."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=io.StringIO()))
+
+    def say(self, text: str, *, style: str | None = None) -> None:
+        log.info(text)
+
+
+def run_here(spec: RunSpec, options: RunOptions, progress: ProgressDisplay) -> int:
+    """Runs to the end on this terminal and returns the exit code."""
+    goal = parse_goal(options.until)
+    _prepare(options, progress)
+    folder = options.folder
     with held(folder):
-        again = (folder / "server" / "journal").exists()
+        resumed = (folder / "server" / "journal").exists()
         resolved = write_resolved(spec, folder)
-        if (summary := last_summary(folder)).get("state") == "finished":
-            typer.echo(f"{folder} is finished; --fresh starts over.", err=True)
-            _last_words(folder, summary)
+        if is_finished(folder):
+            progress.say(f"{folder} is finished; --fresh starts over.")
             return 0
-        if again:
-            typer.echo(f"resuming the run in {folder}", err=True)
-        cores = deal_cores(asked.regions, my_cores())
-        plan = LocalRunPlan(
-            folder=folder,
-            regions=asked.regions,
-            elsewhere=len(spec.regions) - len(asked.regions),
-            quorum=spec.sync.quorum,
-            serve=serve_role(resolved, folder),
-            work=lambda region, url: work_role(
-                resolved, folder, region, url=url, cores=cores[region]
-            ),
-            goal=goal,
-        )
-        with ProgressDisplay() as progress:
-            local = LocalRun(
-                plan, LocalLauncher(folder / "logs"), ShortCalls(for_run(spec)), progress
-            )
-            code = local.conduct()
-        _last_words(folder, local.summary())
-        return code
+        if resumed:
+            progress.say(f"resuming the run in {folder}")
+        plan = plan_run(spec, resolved, options.regions, goal=goal)
+        with progress:
+            launcher, calls = LocalLauncher(folder / "logs"), ShortCalls(for_run(spec))
+            return LocalRun(plan, launcher, calls, progress).run()
 
 
-def detach(spec: RunSpec, asked: RunOptions) -> int:
-    """Starts the same command in the background, and stays until it is seen to run."""
-    parse_goal(asked.until)
-    refuse_foreign(asked.folder)
-    _make_room(asked)
-    folder = asked.folder
+def plan_run(
+    spec: RunSpec,
+    resolved: Path,
+    regions: Sequence[str],
+    *,
+    goal: StopCondition | None = None,
+    url_for: Callable[[str, str], str] = lambda region, url: url,
+) -> LocalRunPlan:
+    """Says which processes to start; `url_for` may give a region another URL of the server."""
+    folder, cores = resolved.parent, deal_cores(regions, my_cores())
+    return LocalRunPlan(
+        folder=folder,
+        regions=tuple(regions),
+        elsewhere=len(spec.regions) - len(regions),
+        quorum=spec.sync.quorum,
+        serve=serve_role(resolved, folder),
+        work=lambda region, url: work_role(
+            resolved, folder, region, url=url_for(region, url), cores=cores[region]
+        ),
+        goal=goal,
+    )
+
+
+@dataclass(frozen=True)
+class BackgroundRun:
+    """A run that was started in the background."""
+
+    pid: int
+    log: Path
+    is_over: bool
+    """It ended well before it was seen to run."""
+
+
+def run_in_background(
+    spec: RunSpec, options: RunOptions, progress: ProgressDisplay
+) -> BackgroundRun:
+    """Starts the same command in the background, and waits until its server listens."""
+    parse_goal(options.until)
+    _prepare(options, progress)
+    folder = options.folder
     if pid := runner_of(folder):
         raise SpecError(
             f"{folder} is being run by process {pid}.", hint=f"Watch it: `diloco status {folder}`."
         )
     write_resolved(spec, folder)
-    log = folder / "logs" / "run.log"
+    log_file = folder / "logs" / "run.log"
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as output:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with open(log_file, "ab") as output:
             log_start = output.tell()
             child = subprocess.Popen(
-                [sys.executable, "-m", "diloco_cli", *asked.command()],
+                [sys.executable, "-m", "diloco_cli", *options.command(), *logs.options()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
     except OSError as error:
-        raise cannot_write(log, error) from None
-    if (code := _seen_to_run(child, folder)) is not None:
-        if code:
-            raise error_like(code, "", last_words(log, since=log_start))
-        typer.echo(f"{folder} is over; `diloco status {folder}` says how it ended.", err=True)
-        return 0
-    typer.echo(child.pid)
-    for deed, command in (("watch", "status --watch"), ("stop", "stop")):
-        typer.echo(f"{deed} it with: diloco {command} {folder}", err=True)
-    typer.echo(f"its log: {log}", err=True)
-    # It outlives us on purpose, so nobody waits for it here.
-    child.returncode = 0
-    return 0
+        raise cannot_write(log_file, error) from None
+    code = _exit_code_at_start(child, folder)
+    if code:
+        raise error_like(code, "", last_words(log_file, since=log_start))
+    child.returncode = 0  # It outlives us on purpose, so nothing waits for it here.
+    return BackgroundRun(child.pid, log_file, is_over=code is not None)
 
 
-def _seen_to_run(child: subprocess.Popen[bytes], folder: Path) -> int | None:
-    """Waits until the server listens; says the exit code if the run ended before."""
+def is_finished(folder: Path) -> bool:
+    return last_summary(folder).get("state") == "finished"
+
+
+def _exit_code_at_start(child: subprocess.Popen[bytes], folder: Path) -> int | None:
+    """Waits until the server listens; returns the exit code if the run ended before that."""
     before = address_of(folder).get("pid")
     deadline = time.monotonic() + DETACHED_SECONDS
     while time.monotonic() < deadline:
@@ -144,19 +176,7 @@ def _seen_to_run(child: subprocess.Popen[bytes], folder: Path) -> int | None:
     return None
 
 
-def _make_room(asked: RunOptions) -> None:
-    if asked.fresh and (aside := set_aside(asked.folder)):
-        typer.echo(f"the old run is now in {aside}", err=True)
-
-
-def _last_words(folder: Path, summary: Mapping[str, Any]) -> None:
-    if not summary:
-        typer.echo(f"nothing is known yet; {folder / 'logs'} has the logs", err=True)
-        return
-    display(summary_view(summary))
-    typer.echo("\nwhere to look next:", err=True)
-    typer.echo(f"  {folder / 'summary.json'}   these figures, for programs", err=True)
-    typer.echo(f"  {folder / 'logs'}   what each process said", err=True)
-    typer.echo(f"  diloco pull {folder} --out weights.safetensors   the weights", err=True)
-    if summary.get("state") != "finished":
-        typer.echo("  rerun the same command to resume", err=True)
+def _prepare(options: RunOptions, progress: ProgressDisplay) -> None:
+    refuse_foreign(options.folder)
+    if options.fresh and (aside := set_aside(options.folder)):
+        progress.say(f"the old run is now in {aside}")

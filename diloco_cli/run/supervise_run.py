@@ -96,7 +96,7 @@ class RunWatcher(Protocol):
 
 
 class LocalRun:
-    """Conducts one run and knows how it ended."""
+    """Starts the processes of one run, restarts what dies, and knows how it ended."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class LocalRun:
         self._why = ""
         """Why the run was stopped, where we know better than its server."""
 
-    def conduct(self) -> int:
-        """Runs to the end and says the exit code; raises what made it impossible."""
+    def run(self) -> int:
+        """Runs to the end and returns the exit code; raises what made it impossible."""
         with Signals() as signals:
             # Until they are gone this folder is theirs: nothing in it may be ended or written.
             self._await_predecessors(signals)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_cli.cli import run as run_commands
 from diloco_cli.cli.app import main
 from diloco_cli.errors import LinkError, SpecError
 from diloco_cli.observe.events import EventLog
@@ -345,13 +346,18 @@ def test_pulling_from_a_run_that_never_began_says_so(capsys):
 # diloco run, before it starts
 
 
-def test_a_finished_run_shows_its_summary_and_is_done(capsys):
+def finished_run() -> Path:
     from diloco_cli.assemble import load_run, spelled_out
     from diloco_cli.spec.resolved import write_resolved
 
     folder = Path("runs/tiny")
     write_resolved(spelled_out(load_run("run.yaml").spec), folder)
     (folder / "summary.json").write_text('{"state": "finished", "outer_steps": 7}')
+    return folder
+
+
+def test_a_finished_run_shows_its_summary_and_is_done(capsys):
+    folder = finished_run()
     code, printed, said = diloco(capsys, "run", "run.yaml")
     assert code == 0 and "finished" in printed and "--fresh" in said
     assert not (folder / "logs").exists()
@@ -398,3 +404,25 @@ def test_a_folder_that_cannot_be_made_is_exit_code_5(capsys):
     Path("runs").write_text("in the way")
     code, _, said = diloco(capsys, "run", "run.yaml")
     assert code == 5 and "cannot be written" in said and "--dir" in said
+
+
+def test_printed_commands_can_be_pasted(tmp_path, monkeypatch):
+    script = tmp_path / "bin" / "diloco"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.argv", [str(script), "run"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert run_commands.program() == str(script)
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert run_commands.program() == "diloco"
+    monkeypatch.setattr("sys.argv", ["/x/diloco_cli/__main__.py", "run"])
+    assert run_commands.program().endswith(" -m diloco_cli")
+
+
+def test_a_run_that_logs_as_json_says_everything_so(capsys):
+    finished_run()
+    code, printed, said = diloco(capsys, "run", "run.yaml", "--log-format", "json")
+    assert (code, printed) == (0, "")
+    (line,) = map(json.loads, said.splitlines())
+    assert line["process"] == "run" and "is finished" in line["message"]

@@ -154,7 +154,7 @@ def test_a_run_ends_when_the_server_says_finished_and_the_workers_have_left(run_
         (both_started(tmp_path), lambda: (tmp_path / "state").write_text("finished"))
     )
     run = run_of()
-    assert run.conduct() == 0
+    assert run.run() == 0
     beside.join()
     assert run.summary()["state"] == "finished"
     assert json.loads((tmp_path / "summary.json").read_text())["tokens"]["applied"] == 10
@@ -179,7 +179,7 @@ def test_a_trainer_that_outlived_its_worker_does_not_outlive_the_run(run_of, tmp
         beside = meanwhile(
             (both_started(tmp_path), lambda: (tmp_path / "state").write_text("finished"))
         )
-        assert run_of().conduct() == 0
+        assert run_of().run() == 0
         beside.join()
         assert trainer.wait(20) == -signal.SIGKILL
 
@@ -203,7 +203,7 @@ def test_a_killed_worker_and_a_killed_server_come_back(run_of, tmp_path):
         ),
     )
     run = run_of()
-    assert run.conduct() == 0
+    assert run.run() == 0
     beside.join()
     kinds = [event.kind for event in read_events(tmp_path / "events.jsonl")]
     assert set(kinds) == {"server-restarted", "worker-restarted"}
@@ -213,7 +213,7 @@ def test_a_killed_worker_and_a_killed_server_come_back(run_of, tmp_path):
 def test_a_server_that_cannot_start_gives_its_reason_and_its_code(run_of):
     text = "error: 127.0.0.1:80 is taken.\n\nhint: set server.listen\n"
     with pytest.raises(LinkError, match="is taken") as caught:
-        run_of(server=saying(4, text)).conduct()
+        run_of(server=saying(4, text)).run()
     assert caught.value.hint == "set server.listen"
 
 
@@ -221,7 +221,7 @@ def test_workers_that_can_never_start_end_the_run_with_their_code(run_of):
     broken = saying(2, "error: data.files: no file matches 'x'.\n\nhint: look\n")
     run = run_of(workers={"left": broken, "right": broken})
     with pytest.raises(SpecError, match="no file matches"):
-        run.conduct()
+        run.run()
     summary = run.summary()
     assert summary["state"] == "stopped" and "no file matches 'x'" in summary["why"]
     assert "no file matches" in summary["regions"]["left"]["failed"]
@@ -230,7 +230,7 @@ def test_workers_that_can_never_start_end_the_run_with_their_code(run_of):
 def test_one_lost_region_is_fatal_only_below_the_quorum(run_of, tmp_path):
     broken = saying(5, "error: the checkpoint is damaged\n")
     with pytest.raises(QuorumLost, match=r"a round needs 2.*the checkpoint is damaged"):
-        run_of(workers={"left": broken}, quorum=2).conduct()
+        run_of(workers={"left": broken}, quorum=2).run()
 
     beside = meanwhile(
         (
@@ -239,7 +239,7 @@ def test_one_lost_region_is_fatal_only_below_the_quorum(run_of, tmp_path):
         )
     )
     run = run_of(workers={"left": broken}, quorum=1)
-    assert run.conduct() == 0
+    assert run.run() == 0
     beside.join()
     assert "left: failed (the checkpoint is damaged)" in spoken(run)
     assert run.summary()["regions"]["left"]["failed"] == "the checkpoint is damaged"
@@ -248,27 +248,27 @@ def test_one_lost_region_is_fatal_only_below_the_quorum(run_of, tmp_path):
 def test_a_worker_that_dies_again_and_again_is_given_up(run_of):
     broken = saying(1, "error: out of luck\n")
     with pytest.raises(RunFailed, match="out of luck"):
-        run_of(workers={"left": broken, "right": broken}).conduct()
+        run_of(workers={"left": broken, "right": broken}).run()
 
 
 def test_regions_elsewhere_keep_a_run_alive(run_of):
     leave = saying(0, "")
     run = run_of(workers={"left": leave}, elsewhere=1, goal=StopCondition("steps", 1))
-    assert run.conduct() == 0
+    assert run.run() == 0
     assert "reached --until steps=1; stopping" in spoken(run)
 
 
 def test_when_everybody_has_left_the_run_does_not_wait_for_ever(run_of):
     leave = saying(0, "")
     with pytest.raises(QuorumLost, match="all others have left"):
-        run_of(workers={"left": leave, "right": leave}, grace=0.5).conduct()
+        run_of(workers={"left": leave, "right": leave}, grace=0.5).run()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_stops_in_good_order(run_of, tmp_path, number):
     beside = meanwhile((both_started(tmp_path), lambda: os.kill(os.getpid(), number)))
     run = run_of()
-    assert run.conduct() == 128 + number
+    assert run.run() == 128 + number
     beside.join()
     assert run.summary()["state"] == "stopped"
     assert run.summary()["why"] == f"{signal.Signals(number).name} received"
@@ -283,20 +283,20 @@ def test_a_second_signal_kills_at_once(run_of, tmp_path):
         (lambda: len(run._workers) == 2, interrupt),
         (lambda: "stopping" in spoken(run), interrupt),
     )
-    assert run.conduct() == 130
+    assert run.run() == 130
     beside.join()
 
 
 def test_a_signal_before_the_server_listens_is_heard_too(run_of):
     run = run_of(server=STUBBORN, grace=0.5)
     beside = meanwhile((lambda: run._server.handle, lambda: os.kill(os.getpid(), signal.SIGTERM)))
-    assert run.conduct() == 143
+    assert run.run() == 143
     beside.join()
 
 
 def test_a_goal_stops_the_run_and_that_is_a_success(run_of):
     run = run_of(goal=StopCondition("tokens", 10))
-    assert run.conduct() == 0
+    assert run.run() == 0
     assert run.summary()["state"] == "stopped"
     assert run.summary()["why"] == "reached --until tokens=10"
 
@@ -304,7 +304,7 @@ def test_a_goal_stops_the_run_and_that_is_a_success(run_of):
 def test_a_folder_that_cannot_be_written_is_said_to_be_so(run_of, tmp_path):
     (tmp_path / "logs").write_text("in the way")
     with pytest.raises(StoreError, match="cannot be written"):
-        run_of().conduct()
+        run_of().run()
 
 
 def test_what_an_earlier_run_left_draining_is_waited_for(run_of, tmp_path):
@@ -316,7 +316,7 @@ def test_what_an_earlier_run_left_draining_is_waited_for(run_of, tmp_path):
     meanwhile((lambda: "held" in (tmp_path / "logs" / "x.log").read_text(), lambda: None)).join()
     run = run_of(goal=StopCondition("tokens", 1))
     beside = meanwhile((lambda: "waiting for an earlier run" in spoken(run), child.kill))
-    assert run.conduct() == 0
+    assert run.run() == 0
     beside.join()
     assert "let go of: server" in spoken(run)
 
@@ -331,7 +331,7 @@ def test_a_folder_in_which_others_run_is_left_as_it_is(run_of, tmp_path, monkeyp
         trainer = _a_trainer_of(tmp_path / "regions" / run.plan.regions[0])
         try:
             with pytest.raises(RunFailed, match="is in use"):
-                run.conduct()
+                run.run()
             assert trainer.poll() is None
         finally:
             trainer.kill()
