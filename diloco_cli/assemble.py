@@ -10,9 +10,7 @@ a model or an optimizer loads it when it is told to train.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -24,8 +22,8 @@ from diloco_cli.errors import RegistryError
 from diloco_cli.merge import MergeRule, OuterOptimizer, merge_rules, outer_optimizers
 from diloco_cli.models.decoder import Model, models
 from diloco_cli.registry import Registry
-from diloco_cli.server.settings import ServerSettings
-from diloco_cli.server.store.on_disk import stores
+from diloco_cli.server.settings import ServerSettings, settings_digest
+from diloco_cli.server.store import stores
 from diloco_cli.spec.load import Loaded, load_spec
 from diloco_cli.spec.resolved import resolved
 from diloco_cli.spec.rules import Path, SpecFault
@@ -90,15 +88,7 @@ def fragment_sizes(spec: RunSpec) -> tuple[int, ...]:
 
 def recipe_of(spec: RunSpec, parts: RunObjects) -> ServerSettings:
     """Makes what a server needs apart from its folder."""
-    return ServerSettings(
-        spec=spec,
-        layout=parts.layout,
-        up=parts.up,
-        merge=parts.merge,
-        outer=parts.outer,
-        spec_digest=shared_digest(spec),
-        settings=shared_settings(spec),
-    )
+    return ServerSettings.of(spec, parts.model.tensors(), shared_settings(spec))
 
 
 def load_plugins(spec: RunSpec) -> None:
@@ -228,6 +218,5 @@ def shared_settings(spec: RunSpec) -> dict[str, Any]:
 
 
 def shared_digest(spec: RunSpec) -> str:
-    """Names the shared settings: equal digests mean runs that can be merged."""
-    text = json.dumps(shared_settings(spec), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    """The digest of the shared settings: equal digests mean runs that can be merged."""
+    return settings_digest(shared_settings(spec))

@@ -7,6 +7,7 @@
       WireError                3   bytes from the other side cannot be trusted
       LinkError                4   the other side cannot be reached
       StoreError               5   durable state is missing or damaged
+        StoreDamaged           5   and only a copy of the server folder helps
       QuorumLost               6   too few regions are left for any round to close
 
     129 after SIGHUP, 130 after SIGINT, 143 after SIGTERM.
@@ -70,6 +71,15 @@ class StoreError(DilocoError):
     """Durable state is missing or damaged."""
 
     exit_code = 5
+
+
+class StoreDamaged(StoreError):
+    """Files of the server are missing or damaged: only a copy of its folder helps."""
+
+    def __init__(
+        self, message: str, *, hint: str = "Restore the server folder from a copy."
+    ) -> None:
+        super().__init__(message, hint=hint)
 
 
 class QuorumLost(DilocoError):

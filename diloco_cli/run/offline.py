@@ -1,4 +1,4 @@
-"""What the folder of a run still knows when its server is not running: weights, figures."""
+"""Weights and figures from the folder of a run whose server is not running; it is only read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from diloco_cli.assemble import load_run, resolve, shared_digest
+from diloco_cli.assemble import load_run, recipe_of, resolve
 from diloco_cli.core.fragments import scatter
-from diloco_cli.core.journal_records import decode_all
-from diloco_cli.core.ledger import Ledger
 from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.run.folder import RESOLVED, is_a_regions, server_elsewhere
-from diloco_cli.server.store.on_disk import Store, stores
+from diloco_cli.server.recovery.fold import fold
+from diloco_cli.server.store import stores
+from diloco_cli.server.store.archive import Archive
+from diloco_cli.server.store.run_identity import in_use
 from diloco_cli.spec.load import load_spec
+from diloco_cli.system.locks import FileLock
 
 ANOTHER_OUT = "Choose another --out, on a disk with room that you may write to."
 
@@ -34,32 +36,31 @@ def write_weights(folder: Path, out: Path, *, version: int | None = None) -> dic
         if is_a_regions(folder):
             raise server_elsewhere(folder, "pull")
         raise SpecError(f"{folder} has no weights yet: its server never ran.")
-    params = {tensor.name: np.empty(tensor.shape, np.float32) for tensor in parts.model.tensors()}
-    kind = stores.build(spec.server.store)
-    store, records = kind.open(
-        folder / "server", layout=parts.layout.digest, spec=shared_digest(spec)
+    if pid := FileLock(folder / "server" / "lock").holder():
+        raise in_use(folder / "server", pid)
+    settings = recipe_of(spec, parts)
+    blobs, journal = stores.build(spec.server.store).read(
+        folder / "server", layout=parts.layout.digest, spec=settings.spec_digest
     )
-    try:
-        numbered = decode_all(records, base=store.journal.base)
-        ledger = Ledger.folded(len(parts.layout.fragments), numbered)
-        versions = [slot.version if version is None else version for slot in ledger.slots]
-        for fragment, wanted in zip(parts.layout.fragments, versions, strict=True):
-            newest = ledger.slots[fragment.number].version
-            scatter(_published(store, fragment.number, wanted, newest), fragment, params)
-        metadata = {
-            "run": store.run,
-            "versions": json.dumps(versions),
-            "layout": parts.layout.digest,
-        }
-    finally:
-        store.close()
+    archive = Archive(blobs, journal.run)
+    ledger, _ = fold(settings, journal.records, base=journal.base)
+    newest = [slot.version for slot in ledger.slots]
+    versions = newest if version is None else [version] * len(newest)
+    params = {tensor.name: np.empty(tensor.shape, np.float32) for tensor in parts.model.tensors()}
+    for fragment, number, last in zip(parts.layout.fragments, versions, newest, strict=True):
+        scatter(_published(archive, fragment.number, number, last), fragment, params)
+    metadata = {
+        "run": archive.run,
+        "versions": json.dumps(versions),
+        "layout": parts.layout.digest,
+    }
     draft = out.with_name(out.name + ".draft")
     try:
         save_file(params, draft, metadata=metadata)
         os.replace(draft, out)
     except (OSError, SafetensorError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise StoreError(f"{out} cannot be written: {said}.", hint=ANOTHER_OUT) from error
+        reason = getattr(error, "strerror", None) or error
+        raise StoreError(f"{out} cannot be written: {reason}.", hint=ANOTHER_OUT) from error
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -97,15 +98,15 @@ def known_without_server(folder: Path) -> dict[str, Any]:
     return known
 
 
-def _published(store: Store, fragment: int, wanted: int, newest: int) -> np.ndarray:
-    found = store.published(fragment, wanted) if wanted <= newest else None
-    if found is None:
-        kept = store.versions(fragment)
+def _published(archive: Archive, fragment: int, version: int, newest: int) -> np.ndarray:
+    weights = archive.published(fragment, version) if version <= newest else None
+    if weights is None:
+        kept = archive.versions(fragment)
         raise SpecError(
-            f"Version {wanted} of fragment {fragment} is not kept; versions "
+            f"Version {version} of fragment {fragment} is not kept; versions "
             f"{kept[0]} to {newest} are."
             if kept
             else f"Fragment {fragment} has no version yet.",
             hint="Leave --version out for the newest.",
         )
-    return found
+    return weights

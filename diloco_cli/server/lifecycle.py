@@ -37,8 +37,8 @@ from diloco_cli.server.http.tls_reload import Certificates, TlsListener, refuse_
 from diloco_cli.server.recovery.start import Initial, open_coordinator
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.settings import ServerSettings
-from diloco_cli.server.store import durable
-from diloco_cli.system.server_memory import forget_compiler, keep_little
+from diloco_cli.system.files import disk_errors, keep_bytes
+from diloco_cli.system.malloc import release_compiler, return_memory
 from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack
 
@@ -59,7 +59,7 @@ def serve(
     `initial` makes the weights of version 0 and is called only if the folder has none.
     With a parent, the end of standard input means the same as SIGTERM.
     """
-    keep_little()
+    return_memory()
     threading.Thread(target=_get_ready, args=(recipe,), name="get-ready", daemon=True).start()
     events = EventLog(folder / "events.jsonl", "server")
     try:
@@ -88,7 +88,7 @@ def _get_ready(recipe: ServerSettings) -> None:
         fragment = Fragment(0, (Piece("none", 0, size, (size,), offset=0),))
         state = (zeros, recipe.outer.start(size), zeros)
         next_weights(plan, fragment, [(1.0, frame)] * 2, state)
-    forget_compiler()
+    release_compiler()
 
 
 async def _serve(
@@ -122,7 +122,7 @@ async def _serve(
         await listener.start()
         conducting = asyncio.create_task(coordinator.run())
         gc.freeze()  # What is loaded by now stays; there is no need to look through it ever again.
-        coordinator.state.store.announce(url)
+        _announce(folder, url)
         _greet(coordinator, url, time.monotonic() - began)
         await _until_done(coordinator, listener)
         return await _farewell(coordinator, app, folder)
@@ -131,6 +131,7 @@ async def _serve(
         await listener.end()
         if conducting:
             await conducting
+        _address(folder).unlink(missing_ok=True)
         coordinator.state.store.close()
         app.audit.close()
 
@@ -159,7 +160,9 @@ async def _farewell(coordinator: Coordinator, app: Guarded, folder: Path) -> int
     await state.commit.close()
     if not _is_summed_up(folder):
         text = json.dumps(summary(coordinator), indent=2)
-        durable.keep_bytes(folder / "summary.json", text.encode() + b"\n")
+        path = folder / "summary.json"
+        with disk_errors(path):
+            keep_bytes(path, text.encode() + b"\n")
     log.info(f"{state.spec.name}: {state.phase} ({state.ledger.finished or state.stopping})")
     return 0
 
@@ -234,10 +237,21 @@ def _wait_for_end(loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> 
         loop.call_soon_threadsafe(gone)
 
 
+def _address(folder: Path) -> Path:
+    return folder / "server" / "address.json"
+
+
+def _announce(folder: Path, url: str) -> None:
+    """Says in `address.json` where the server listens; the file is removed when it ends."""
+    path = _address(folder)
+    with disk_errors(path):
+        keep_bytes(path, json.dumps({"url": url, "pid": os.getpid()}).encode())
+
+
 def _last_port(folder: Path) -> int:
     """The port of a server that was killed here: its regions still look for it there."""
     try:
-        url = json.loads((folder / "server" / "address.json").read_bytes())["url"]
+        url = json.loads(_address(folder).read_bytes())["url"]
         return int(url.rsplit(":", 1)[1])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return 0

@@ -6,16 +6,20 @@ import numpy as np
 import pytest
 
 from diloco_cli.errors import DilocoError, SpecError, StoreError
-from diloco_cli.server.store.on_disk import PayloadLost, Store, StoredState, stores
+from diloco_cli.server.store import blob_names, stores
+from diloco_cli.server.store.archive import Archive, PayloadLost
+from diloco_cli.server.store.run_store import RunStore, open_store
+from diloco_cli.server.store.state_format import StoredState
 
 DIGEST, OTHER = "a" * 64, "b" * 64
 
 
-def opened(kind: str, folder: Path, **wanted: str) -> tuple[Store, list[dict]]:
+def opened(kind: str, folder: Path, **wanted: str) -> tuple[RunStore, list[dict]]:
     asked = {"layout": "lay", "spec": "spec"} | wanted
     options = {"history": 2} if kind == "folder" else {}
-    choice = stores.build({"kind": kind, **options})
-    return choice.open(folder / "server", layout=asked["layout"], spec=asked["spec"])
+    return open_store(
+        {"kind": kind, **options}, folder / "server", layout=asked["layout"], spec=asked["spec"]
+    )
 
 
 @pytest.fixture(params=stores.kinds())
@@ -44,6 +48,41 @@ def test_a_restart_finds_the_same_run_and_every_record(kind, tmp_path):
     second, records = opened(kind, tmp_path)
     assert (second.run, records) == (run, [{"kind": "called", "fragment": 0}])
     second.close()
+
+
+def test_reading_a_store_gives_what_is_in_it(kind, tmp_path):
+    store, _ = opened(kind, tmp_path)
+    store.journal.append({"kind": "called", "fragment": 0})
+    store.publish(0, 1, state(1), b"frame")
+    store.close()
+    blobs, journal = stores.build({"kind": kind}).read(
+        tmp_path / "server", layout="lay", spec="spec"
+    )
+    assert (journal.run, journal.records) == (store.run, [{"kind": "called", "fragment": 0}])
+    assert Archive(blobs, journal.run).load_state(0, 1).digest == state(1).digest
+    with pytest.raises(SpecError, match="holds another run"):
+        stores.build({"kind": kind}).read(tmp_path / "server", layout="lay", spec="other")
+
+
+def test_blobs_are_listed_read_moved_and_dropped_by_name(store):
+    blobs = store.blobs
+    blobs.put({"fragments/0/b": (b"12", memoryview(b"345")), "fragments/0/a": (b"",)})
+    blobs.put({"fragments/1/b": (b"other",)}, durable=False)
+    assert blobs.names("fragments/0/") == ["fragments/0/a", "fragments/0/b"]
+    assert blobs.names("fragments/0/b") == ["fragments/0/b"] and blobs.names("fragments/9/") == []
+    assert blobs.size("fragments/0/b") == 5 and blobs.size("fragments/0/a") == 0
+    assert blobs.view("fragments/0/b") == b"12345" and blobs.view("fragments/0/a") == b""
+    reader = blobs.open("fragments/0/b")
+    blobs.move("fragments/0/b", "fragments/1/a")
+    blobs.move("fragments/0/b", "fragments/1/a")
+    blobs.drop(["fragments/1/a", "fragments/1/a"])
+    assert reader.read(1, 3) == b"234" and reader.read_now(1, 3) in (b"234", None)
+    reader.close()
+    assert blobs.names("fragments/1/") == ["fragments/1/b"] and "a" in blobs.locate("a")
+    assert blobs.size("fragments/1/a") is None
+    for read in (blobs.view, blobs.open):
+        with pytest.raises(FileNotFoundError):
+            read("fragments/1/a")
 
 
 def test_two_runs_never_have_the_same_id(kind, tmp_path):
@@ -116,8 +155,7 @@ def test_a_version_comes_back_bit_for_bit(store):
     assert loaded.digest == digest == state(1).digest
     for name in ("theta", "momentum", "published"):
         assert getattr(loaded, name).tobytes() == getattr(state(1), name).tobytes()
-    delta = store.delta(3, 41)
-    assert delta and delta.read_bytes() == b"frame"
+    assert store.blobs.view(blob_names.delta(3, 41)) == b"frame"
 
 
 def test_a_state_may_have_no_momentum_and_share_its_weights_with_what_is_published(store):
@@ -125,7 +163,7 @@ def test_a_state_may_have_no_momentum_and_share_its_weights_with_what_is_publish
     store.publish(0, 0, StoredState(weights, np.zeros(0, np.float32), weights), None)
     loaded = store.load_state(0, 0)
     assert loaded.momentum.size == 0 and loaded.published.tolist() == [0, 1, 2, 3]
-    assert store.delta(0, 0) is None
+    assert store.blobs.size(blob_names.delta(0, 0)) is None
 
 
 def test_publishing_again_after_a_crash_replaces_the_version(store):
@@ -140,7 +178,8 @@ def test_only_the_newest_versions_are_kept(store):
     store.publish(1, 0, state(0), None)
     store.prune(0, 3, 3)
     assert store.versions(0) == [2, 3, 4], "two up to version 3; 4 is not journaled yet"
-    assert store.delta(0, 1) is None and store.delta(0, 2)
+    assert store.blobs.size(blob_names.delta(0, 1)) is None
+    assert store.blobs.size(blob_names.delta(0, 2))
     assert store.versions(1) == [0]
 
 

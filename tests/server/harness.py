@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from diloco_cli.core.fragments import Tensor, cut, gather
+from diloco_cli.core.fragments import Tensor, gather
 from diloco_cli.core.journal_records import VersionPublished, decode_all
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.core.rounds import Answer, Receipt
-from diloco_cli.merge import merge_rules, outer_optimizers
 from diloco_cli.server.recovery.start import open_coordinator
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.settings import ServerSettings
-from diloco_cli.server.store.journal import Journal
-from diloco_cli.server.store.on_disk import StoredState
+from diloco_cli.server.store.journal import FileJournal
+from diloco_cli.server.store.state_format import StoredState
 from diloco_cli.server.versions.next_version import Version, next_version
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack
 from diloco_cli.wire.messages import WIRE_VERSION, Heartbeat, Join, Joined, News, Tokens
 
@@ -69,15 +67,8 @@ def storing_all(**store: Any) -> ServerSettings:
 def make_recipe(spec: RunSpec | None = None) -> ServerSettings:
     spec = spec or make_spec()
     shared = spec.model_dump(mode="json", include={"name", "seed", "sync", "wire"})
-    return ServerSettings(
-        spec=spec,
-        layout=cut(TENSORS, spec.sync.fragments),
-        up=codecs.build(spec.wire.up),
-        merge=merge_rules.build(spec.merge),
-        outer=outer_optimizers.build(spec.outer),
-        spec_digest=hashlib.sha256(spec.name.encode()).hexdigest(),
-        settings=shared,
-    )
+    # A test may reopen a folder with another spec: only the name is in the digest.
+    return replace(ServerSettings.of(spec, TENSORS), settings=shared)
 
 
 def initial() -> dict[str, np.ndarray]:
@@ -325,12 +316,12 @@ class Bench:
 
 
 def read_journal(folder: Path) -> list[dict[str, Any]]:
-    journal, records = Journal.open(folder / "server" / "journal", notice=lambda said: None)
+    journal, records = FileJournal.open(folder / "server" / "journal", notice=lambda said: None)
     journal.close()
     return records
 
 
-class Payloads:
+class MemoryPayloads:
     """As much of a store as merging needs: frames by their digest."""
 
     run = "replay"
@@ -338,13 +329,13 @@ class Payloads:
     def __init__(self, frames: Iterable[bytes]) -> None:
         self._kept = {open_frame(data).digest: data for data in frames}
 
-    def payload(self, digest: str) -> bytes:
-        return self._kept[digest]
+    def payload(self, digest: str) -> memoryview:
+        return memoryview(self._kept[digest])
 
 
 def replayed(recipe: ServerSettings, folder: Path, frames: Iterable[bytes]) -> list[StoredState]:
     """Makes every version again from the initial weights, the journal and the frames."""
-    ledger, store = Ledger.empty(len(recipe.sizes)), cast(Any, Payloads(frames))
+    ledger, store = Ledger.empty(len(recipe.sizes)), MemoryPayloads(frames)
     versions = []
     for fragment in recipe.layout.fragments:
         theta = gather(initial(), fragment)

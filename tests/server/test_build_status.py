@@ -7,7 +7,7 @@ import pytest
 from diloco_cli.observe.units import state_of
 from diloco_cli.server.build_status import status, summary
 from diloco_cli.server.rounds.state import UPLOAD_TROUBLE_SECONDS
-from diloco_cli.server.store.durable import DiskFull
+from diloco_cli.system.files import DiskFull
 from tests.server.harness import NAMES, Bench, in_a_loop, make_recipe, make_spec
 
 FULL = DiskFull("x needs 67 free bytes and has 3.", hint="Free some space.")

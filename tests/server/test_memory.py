@@ -15,13 +15,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is looke
 
 FORGET = """
 import numpy as np
-from diloco_cli.system.server_memory import forget_compiler
+from diloco_cli.system.malloc import release_compiler
 from diloco_cli.wire.kernels import block as kernels
 from tests.server.test_memory import resident
 
 kernels.encode_int4.compile()
 before = resident("self", "llvmlite")
-assert forget_compiler() > 0
+assert release_compiler() > 0
 print(before - resident("self", "llvmlite"))
 kernels.decode_int4.compile()  # One more is loaded, and both work.
 kernels.fold_int4.compile()
@@ -76,8 +76,8 @@ def test_a_draft_at_rest_has_its_bytes_and_takes_no_memory(tmp_path):
     draft.write(data)
     view = draft.view()
     assert view == data and resident("self", "upload") > 0.9
-    draft.rest()
+    draft.release_pages()
     assert resident("self", "upload") == 0
     assert view == data
     draft.discard()
-    draft.rest()  # Nothing to let go of.
+    draft.release_pages()  # Nothing to release.

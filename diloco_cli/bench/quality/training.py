@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from diloco_cli.bench.quality.learner import RUN, TrainingOptions, TrainingRegio
 from diloco_cli.core.fragments import gather, scatter
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.errors import RunFailed
-from diloco_cli.server.store.on_disk import StoredState
+from diloco_cli.server.store.state_format import StoredState
 from diloco_cli.server.versions.next_version import Spoiled, Version, next_version
 from diloco_cli.sim.region import SimulatedRegion
 from diloco_cli.sim.scenario import RegionSite, Scenario
@@ -39,7 +39,7 @@ from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
 Seconds = float
 
 
-class Payloads:
+class MemoryPayloads:
     """The part of a server's store that merging reads."""
 
     run = RUN
@@ -90,7 +90,7 @@ class Training(Simulation):
     ) -> None:
         """With `refund`, tokens that a death undid are trained again within the budget."""
         self.spec, self.parts = spec, resolve(spec)
-        self.recipe, self.payloads = recipe_of(spec, self.parts), Payloads()
+        self.recipe, self.payloads = recipe_of(spec, self.parts), MemoryPayloads()
         self.left, self.refund = float(spec.budget.tokens), refund
         self.undone = 0.0
         self.up_bytes = self.up_values = self.down_bytes = self.down_values = 0
@@ -145,8 +145,7 @@ class Training(Simulation):
 
     def _make(self, fragment: int, receipts: list[Receipt], *, drain: bool) -> None:
         old, about = self.made[fragment][-1], self.parts.layout.fragments[fragment]
-        store = cast(Any, self.payloads)
-        made = next_version(self.recipe, store, old, about, receipts, drain=drain)
+        made = next_version(self.recipe, self.payloads, old, about, receipts, drain=drain)
         if isinstance(made, Spoiled):
             raise RunFailed(f"Round {old.number} of fragment {fragment} failed: {made.why}.")
         version, data = made

@@ -7,7 +7,6 @@ run; only the model is made up.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import tempfile
@@ -21,15 +20,13 @@ from typing import Any
 import numpy as np
 
 from diloco_cli.bench.support.children import end, made, start
-from diloco_cli.core.fragments import Tensor, cut
+from diloco_cli.core.fragments import Tensor
 from diloco_cli.errors import RunFailed
-from diloco_cli.merge import merge_rules, outer_optimizers
 from diloco_cli.net.client import Client
 from diloco_cli.net.credentials import NOBODY, Credentials, load_credentials
 from diloco_cli.server.access.issue import CredentialFolder, bundle
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, pack
 
 REGIONS = ("here", "there")
@@ -52,15 +49,7 @@ def made_up(values: int, up: dict[str, Any], certs: str | None = None) -> Server
             "server": {"listen": "127.0.0.1:0", "lease": 600.0, "certs": certs},
         }
     )
-    return ServerSettings(
-        spec=spec,
-        layout=cut((Tensor("w", (values,)),), 1),
-        up=codecs.build(spec.wire.up),
-        merge=merge_rules.build(spec.merge),
-        outer=outer_optimizers.build(spec.outer),
-        spec_digest=hashlib.sha256(str(values).encode()).hexdigest(),
-        settings={"name": spec.name},
-    )
+    return ServerSettings.of(spec, (Tensor("w", (values,)),))
 
 
 @dataclass

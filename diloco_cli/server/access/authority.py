@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco_cli.errors import SpecError, StoreError
-from diloco_cli.server.store import durable
+from diloco_cli.system.files import disk_errors, keep_bytes
 
 CA_DAYS = 3650
 SOON_DAYS = 30
@@ -100,8 +100,10 @@ def revocations(authority: KeyPair, serials: Iterable[int], number: int) -> byte
 
 def keep_pair(pair: KeyPair, certificate: Path, key: Path) -> None:
     """Writes the key first: a certificate without its key would stop a server's start."""
-    durable.keep_bytes(key, pair.key_pem)
-    durable.keep_bytes(certificate, pair.pem)
+    with disk_errors(key):
+        keep_bytes(key, pair.key_pem)
+    with disk_errors(certificate):
+        keep_bytes(certificate, pair.pem)
 
 
 def read_pair(certificate: Path, key: Path) -> KeyPair:

@@ -28,7 +28,7 @@ from diloco_cli.server.access.tokens import (
     new_token,
     read_entries,
 )
-from diloco_cli.server.store import durable
+from diloco_cli.system.files import disk_errors, keep_bytes, make_folder
 
 FOLDERS: dict[Role, str] = {"upload": "regions", "read": "readers", "admin": "admins"}
 OPERATOR = "operator"
@@ -58,7 +58,7 @@ class CredentialFolder:
     @contextmanager
     def _open(self) -> Iterator[None]:
         """Two commands at once would lose one of two changes."""
-        durable.make_folder(self.folder)
+        make_folder(self.folder)
         handle = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             flock(handle, LOCK_EX)
@@ -173,10 +173,12 @@ class CredentialFolder:
             expires=made.certificate.not_valid_after_utc.timestamp(),
         )
         home = bundle(self.folder, role, name)
-        durable.make_folder(home)
-        durable.keep_bytes(home / "ca.pem", (self.folder / "ca.pem").read_bytes())
+        make_folder(home)
+        with disk_errors(home / "ca.pem"):
+            keep_bytes(home / "ca.pem", (self.folder / "ca.pem").read_bytes())
         authority.keep_pair(made, home / "client.pem", home / "client.key")
-        durable.keep_bytes(home / "token", token.encode() + b"\n")
+        with disk_errors(home / "token"):
+            keep_bytes(home / "token", token.encode() + b"\n")
         # Last, so that what a crash leaves behind opens nothing.
         before = ended(entries, role, name, now + OVERLAP_SECONDS)
         keep_entries(self.tokens, run, [*before, entry])
@@ -186,7 +188,8 @@ class CredentialFolder:
         serials = [int(one.serial, 16) for one in entries if one.revoked is not None]
         number = int(time.time() * 1000)
         made = authority.revocations(self._pair(), serials, number)
-        durable.keep_bytes(self.folder / "revoked.pem", made)
+        with disk_errors(self.folder / "revoked.pem"):
+            keep_bytes(self.folder / "revoked.pem", made)
 
 
 _BUNDLE = ("ca.pem", "client.pem", "client.key", "token")

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from diloco_cli.errors import StoreError
 from diloco_cli.server.refusals import HttpRefusal
-from diloco_cli.server.store import durable
+from diloco_cli.system.files import disk_errors, keep_bytes
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ def read_entries(path: Path) -> tuple[str, list[TokenEntry]]:
 
 def keep_entries(path: Path, run: str, entries: Iterable[TokenEntry]) -> None:
     data = {"form": FORM, "run": run, "entries": [asdict(each) for each in entries]}
-    durable.keep_bytes(path, json.dumps(data, indent=2).encode() + b"\n")
+    with disk_errors(path):
+        keep_bytes(path, json.dumps(data, indent=2).encode() + b"\n")
 
 
 def ended(entries: Iterable[TokenEntry], role: str, name: str, at: float) -> list[TokenEntry]:

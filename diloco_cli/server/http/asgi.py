@@ -23,7 +23,7 @@ from diloco_cli.server.http.limits import Quota
 from diloco_cli.server.intake.body import LimitedReceive
 from diloco_cli.server.refusals import HEADERS, HttpRefusal
 from diloco_cli.server.rounds.coordinator import Coordinator, other_wire
-from diloco_cli.server.store.durable import DiskFull, ReadOnly
+from diloco_cli.system.files import DiskFull, ReadOnly
 from diloco_cli.wire.frame import most_bytes
 from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, WIRE_VERSION
 

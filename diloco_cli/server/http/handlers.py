@@ -31,7 +31,7 @@ from diloco_cli.server.intake.intake import Intake
 from diloco_cli.server.intake.partial import Part, UploadAddress
 from diloco_cli.server.refusals import HEADERS, HttpRefusal
 from diloco_cli.server.rounds.coordinator import Coordinator, server_behind
-from diloco_cli.server.versions.newest import ModelDownload
+from diloco_cli.server.versions.export import ModelDownload
 from diloco_cli.server.versions.send import send
 from diloco_cli.wire.messages import (
     EPOCH_HEADER,

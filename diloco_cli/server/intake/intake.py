@@ -36,7 +36,8 @@ from diloco_cli.server.intake.partial import (
 )
 from diloco_cli.server.refusals import HttpRefusal
 from diloco_cli.server.rounds.coordinator import Coordinator
-from diloco_cli.server.store.on_disk import Draft, Store
+from diloco_cli.server.store.draft import Draft
+from diloco_cli.server.store.run_store import RunStore
 from diloco_cli.server.versions.next_version import Seen
 from diloco_cli.wire.frame import Frame, most_bytes, open_frame
 
@@ -286,7 +287,7 @@ class Intake:
         frame = _opened(draft)
         if isinstance(frame, HttpRefusal):
             raise frame
-        draft.rest()  # It may have to wait for its turn to be looked at.
+        draft.release_pages()  # It may have to wait for its turn to be looked at.
         if why := misaddressed(frame, address, self._state.recipe, self._state.store.run):
             raise HttpRefusal("mismatch", why, _MISMATCH, fate="refused", why=why)
         return frame
@@ -329,7 +330,7 @@ async def _settled(under_way: asyncio.Future[Any]) -> bool:
 class _Upload:
     """A body on its way to a draft, which begins with its first bytes."""
 
-    def __init__(self, store: Store, size: int, promised: int, *, take_room: bool) -> None:
+    def __init__(self, store: RunStore, size: int, promised: int, *, take_room: bool) -> None:
         """`size` bytes at most; `promised` are missing of others that came before."""
         room, length = size + promised, size if take_room else 0
         self._begin = lambda: store.draft_payload(room, length=length)

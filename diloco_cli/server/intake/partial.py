@@ -30,7 +30,8 @@ from diloco_cli.server.intake.partial_files import (
     forgotten,
 )
 from diloco_cli.server.refusals import HttpRefusal
-from diloco_cli.server.store.on_disk import Draft, Store
+from diloco_cli.server.store.draft import Draft
+from diloco_cli.server.store.run_store import RunStore
 from diloco_cli.wire.messages import check_value
 
 READ_BYTES = 1 << 20
@@ -104,7 +105,7 @@ class PartialUpload:
 class PartialUploads:
     """The frames that are on their way in parts, at most one per region and fragment."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RunStore) -> None:
         self._shelf = PartialFiles(store)
         self._writers = ThreadPoolExecutor(WRITERS, "part")
         self._gathering: dict[tuple[str, int], PartialUpload] = {}

@@ -23,9 +23,9 @@ from typing import Annotated
 from pydantic import Field
 
 from diloco_cli.errors import WireError
-from diloco_cli.server.store.durable import disk_errors
-from diloco_cli.server.store.on_disk import Draft, Store
-from diloco_cli.system.files import keep_bytes
+from diloco_cli.server.store.draft import Draft
+from diloco_cli.server.store.run_store import RunStore
+from diloco_cli.system.files import disk_errors, keep_bytes
 from diloco_cli.wire.messages import Count, Digest, Request, parse
 
 FORGET_SECONDS = 24 * 3600.0
@@ -85,7 +85,7 @@ class PartialFile(Draft):
 
 
 class PartialFiles:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RunStore) -> None:
         self._store = store
 
     def begin(
@@ -95,11 +95,13 @@ class PartialFiles:
 
         `promised` bytes belong to frames that are on their way already.
         """
-        folder = self._store.parts_folder(size + promised)
+        self._store.check_room(size + promised)
         name = f"{address.region}.{address.fragment}.{frame[:32]}.{address.clock}"
         # A file of its own, always: one that is being decided on, or given up, has the same name
         # but for this, and whoever could open it again could change what was checked.
-        return PartialFile(folder / f"{name}.{secrets.token_hex(8)}.bytes", length=size)
+        return PartialFile(
+            self._store.scratch / f"{name}.{secrets.token_hex(8)}.bytes", length=size
+        )
 
     def note(
         self,
@@ -117,13 +119,13 @@ class PartialFiles:
     def load(self) -> Iterator[tuple[PartialFileEntry, PartialFile]]:
         """Yields what an earlier server has left, oldest first; removes what is of no use."""
         found = []
-        for path in sorted(self._store.parts_folder().iterdir()):
+        for path in sorted(self._store.scratch.iterdir()):
             if path.suffix != ".bytes":
                 if not path.with_suffix(".bytes").exists():
                     path.unlink(missing_ok=True)
                 continue
             listed = _read(path)
-            draft = PartialFile(path, again=True, length=listed.size if listed else 0)
+            draft = PartialFile(path, resume=True, length=listed.size if listed else 0)
             if listed is not None:
                 found.append((listed, draft))
             else:

@@ -1,6 +1,10 @@
-"""From a folder to a server that continues where the last one stopped, and the proof that it may.
+"""Recovery: a restarted server continues where the last one stopped; a replay proves it may.
 
-fold.py    what does a journal amount to?
-start.py   from a folder to a server that stands where the last one stood
-verify.py  is the outer state what the journal says? Make it again and compare every bit
+A server folder comes in; a coordinator goes out (start.py), or the digest of the outer state
+(verify.py). Start with start.py.
+
+    start.py      restart: fold the journal, load or recompute each newest version, clean up
+    verify.py     offline check of a folder: recompute its versions and compare every bit
+    fold.py       the state that a journal's records add up to
+    recompute.py  one version from its predecessor and the contributions on record
 """

@@ -1,4 +1,4 @@
-"""What does a journal amount to?"""
+"""Fold: the ledger and the token totals that a journal's records add up to."""
 
 from __future__ import annotations
 

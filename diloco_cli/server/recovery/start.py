@@ -1,11 +1,11 @@
-"""From a folder to a server that stands where the last one stood.
+"""Restart: from a folder to a server in the state that the last one had.
 
-    nothing there     initial weights become version 0 of every fragment
-    a journal there   replay it; load each fragment's newest stored version on record, and
-                      make the versions after it again
+    an empty folder   initial weights become version 0 of every fragment
+    a journal         replay it; load each fragment's newest stored version on record, and
+                      recompute the versions after it
 
 A version that was stored but never journaled is computed again from the same payloads;
-payloads that no record speaks of were never acknowledged and are removed.
+payloads that no record names were never acknowledged and are deleted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from pathlib import Path
 import numpy as np
 
 from diloco_cli.core.fragments import gather
-from diloco_cli.core.ledger import Ledger
+from diloco_cli.core.ledger import FragmentState, Ledger
 from diloco_cli.server.recovery.fold import fold
-from diloco_cli.server.recovery.verify import brought_back
+from diloco_cli.server.recovery.recompute import RecordedVersion, load, recompute
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.rounds.state import State
 from diloco_cli.server.settings import ServerSettings
-from diloco_cli.server.store.journal import Notice, to_stderr
-from diloco_cli.server.store.on_disk import Store, StoredState, put_away, stores
+from diloco_cli.server.store import Notice
+from diloco_cli.server.store.archive import Archive
+from diloco_cli.server.store.journal import to_log
+from diloco_cli.server.store.run_store import RunStore, open_store
+from diloco_cli.server.store.state_format import StoredState
 from diloco_cli.server.versions.newest import PublishedVersions
 from diloco_cli.server.versions.next_version import Version
 from diloco_cli.system.failpoints import reach
@@ -34,66 +37,81 @@ Initial = Callable[[], Mapping[str, np.ndarray]]
 
 
 def open_coordinator(
-    recipe: ServerSettings,
+    settings: ServerSettings,
     folder: Path,
     initial: Initial,
     *,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
     note: Callable[..., None] = lambda kind, **fields: None,
-    notice: Notice = to_stderr,
+    notice: Notice = to_log,
 ) -> Coordinator:
-    """Takes the server folder for this process and brings the run's state back."""
-    kind = stores.build(recipe.spec.server.store)
-    store, records = kind.open(
-        folder, layout=recipe.layout.digest, spec=recipe.spec_digest, notice=notice
+    """Takes the server folder for this process and restores the run's state."""
+    store, records = open_store(
+        settings.spec.server.store,
+        folder,
+        layout=settings.layout.digest,
+        spec=settings.spec_digest,
+        notice=notice,
     )
     try:
-        ledger, tally = fold(recipe, records, base=store.journal.base)
+        ledger, tally = fold(settings, records, base=store.journal.base)
         if not records:
-            _begin(recipe, store, initial)
-        weights = PublishedVersions(recipe, store, _newest(recipe, store, ledger), folder / "cache")
+            _begin(settings, store, initial)
+        weights = PublishedVersions(settings, store, _newest(settings, store, ledger))
         reach("start.replayed")
         _sweep(store, ledger)
         reach("start.swept")
-        state = State(recipe, store, ledger, tally, weights, clock=clock, wall=wall, note=note)
+        state = State(settings, store, ledger, tally, weights, clock=clock, wall=wall, note=note)
     except BaseException:
         store.close()
         raise
     return Coordinator(state)
 
 
-def _begin(recipe: ServerSettings, store: Store, initial: Initial) -> None:
+def _begin(settings: ServerSettings, store: RunStore, initial: Initial) -> None:
     """Stores version 0; a start that died half-way is repeated."""
     params: Mapping[str, np.ndarray] | None = None
-    for fragment in recipe.layout.fragments:
+    for fragment in settings.layout.fragments:
         if 0 in store.versions(fragment.number):
             continue
         params = initial() if params is None else params
         theta = gather(params, fragment)
-        state = StoredState(theta, recipe.outer.start(fragment.size), theta)
+        state = StoredState(theta, settings.outer.start(fragment.size), theta)
         store.publish(fragment.number, 0, state, None)
 
 
-def _newest(recipe: ServerSettings, store: Store, ledger: Ledger) -> list[Version]:
-    """Brings back what the journal says is published, and checks that it is just that."""
+def _newest(settings: ServerSettings, store: RunStore, ledger: Ledger) -> list[Version]:
+    """Loads or recomputes what the journal says is published."""
     versions = []
     for fragment, slot in enumerate(ledger.slots):
-        state = brought_back(recipe, store, fragment, slot)
-        digest = slot.published or vector_digest(state.published)  # Version 0 is on no record.
+        state = _restored(settings, store, fragment, slot)
+        digest = slot.published or vector_digest(state.published)  # Version 0 has no record.
         versions.append(Version(slot.version, state, digest, dict(slot.merged), slot.members))
     return versions
 
 
-def _sweep(store: Store, ledger: Ledger) -> None:
-    """Finishes the tidying that a crash interrupted; removes what no record speaks of."""
+def _restored(
+    settings: ServerSettings, archive: Archive, fragment: int, slot: FragmentState
+) -> StoredState:
+    """The newest version on record: loaded, or recomputed from the last one that was stored."""
+    digest = slot.made[-1].state if slot.made and not slot.unstored else ""
+    state = load(archive, fragment, RecordedVersion(slot.base, digest))
+    for made in slot.unstored:
+        state = recompute(settings, archive, fragment, RecordedVersion.of(made), state)
+        reach("start.made")
+    return state
+
+
+def _sweep(store: RunStore, ledger: Ledger) -> None:
+    """Finishes the cleaning up that a crash interrupted; deletes payloads without a record."""
     for fragment, slot in enumerate(ledger.slots):
-        # Older versions have theirs: a version is made only after the last one is tidied up.
-        put_away(store, fragment, slot.version, slot.base, slot.made)
-    wanted = {
+        # Those of older versions are moved: a round is closed only after the last clean-up.
+        store.put_away(fragment, slot.version, slot.base, slot.made)
+    needed = {
         receipt.digest
         for slot in ledger.slots
-        for found in (slot.waiting, slot.closing, *(made.receipts for made in slot.unstored))
-        for receipt in found.values()
+        for receipts in (slot.waiting, slot.closing, *(made.receipts for made in slot.unstored))
+        for receipt in receipts.values()
     }
-    store.drop_payloads(store.payloads() - wanted)
+    store.drop_payloads(store.payloads() - needed)

@@ -47,9 +47,9 @@ from diloco_cli.core.rounds import (
 from diloco_cli.server.refusals import HttpRefusal
 from diloco_cli.server.rounds.publish import Publisher
 from diloco_cli.server.rounds.state import Seconds, State
-from diloco_cli.server.store.durable import DiskFull
 from diloco_cli.server.store.group_commit import RETRY_SECONDS
 from diloco_cli.system.failpoints import reach
+from diloco_cli.system.files import DiskFull
 from diloco_cli.wire.messages import (
     WIRE_VERSION,
     Decided,

@@ -17,11 +17,11 @@ from diloco_cli.core import pace
 from diloco_cli.core.journal_records import MemberDropped, VersionPublished, VersionStored
 from diloco_cli.core.rounds import Receipt, Seconds
 from diloco_cli.server.rounds.state import State
-from diloco_cli.server.store.durable import DiskFull
 from diloco_cli.server.store.group_commit import RETRY_SECONDS
-from diloco_cli.server.store.on_disk import put_away
+from diloco_cli.server.store.retention import is_due
 from diloco_cli.server.versions.next_version import Spoiled, Version, next_version
 from diloco_cli.system.failpoints import reach
+from diloco_cli.system.files import DiskFull
 
 T = TypeVar("T")
 
@@ -134,7 +134,8 @@ class Publisher:
         receipts = [slot.closing, *(made.receipts for made in slot.unstored)]
         behind = sum(receipt.bytes for each in receipts for receipt in each.values())
         size = state.theta.nbytes + state.momentum.nbytes + state.published.nbytes
-        return self.state.store.is_due(fragment, version.number, behind=behind, size=size)
+        rule = self.state.store.retention
+        return is_due(rule, fragment, version.number, behind=behind, size=size)
 
     async def _tidy_up(self, fragment: int) -> None:
         """Tidies, however often the disk must be asked: nobody would before the next start."""
@@ -175,14 +176,12 @@ class Publisher:
         """
         state, store = self.state, self.state.store
         slot = state.ledger.slots[fragment]
-        await self._in_thread(
-            partial(put_away, store, fragment, slot.version, slot.base, slot.made)
-        )
+        await self._in_thread(partial(store.put_away, fragment, slot.version, slot.base, slot.made))
         if store.is_long() and not self._compacting:
             self._compacting = True
             try:
                 snapshot = state.snapshot()
-                await state.commit.in_turn(lambda: store.compact(snapshot))
+                await state.commit.between_flushes(lambda: store.compact(snapshot))
             finally:
                 self._compacting = False
 

@@ -23,12 +23,12 @@ from diloco_cli.core.ledger import Ledger
 from diloco_cli.server.rounds.leases import Leases
 from diloco_cli.server.rounds.token_totals import RunTotals
 from diloco_cli.server.settings import ServerSettings
-from diloco_cli.server.store.durable import DiskFull
 from diloco_cli.server.store.group_commit import GroupCommit
-from diloco_cli.server.store.on_disk import Store
+from diloco_cli.server.store.run_store import RunStore
 from diloco_cli.server.versions.newest import PublishedVersions
 from diloco_cli.server.versions.next_version import Seen
 from diloco_cli.system.failpoints import reach
+from diloco_cli.system.files import DiskFull
 
 Seconds = float
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class State:
     def __init__(
         self,
         recipe: ServerSettings,
-        store: Store,
+        store: RunStore,
         ledger: Ledger,
         tally: RunTotals,
         weights: PublishedVersions,

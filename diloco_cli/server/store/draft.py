@@ -1,4 +1,4 @@
-"""A payload on its way in."""
+"""An upload on its way in: a local file that becomes visible once it is kept."""
 
 from __future__ import annotations
 
@@ -7,37 +7,36 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_cli.server.store.durable import disk_errors
 from diloco_cli.system.failpoints import reach
-from diloco_cli.system.files import allocate, sync_folder, write_all
+from diloco_cli.system.files import allocate, disk_errors, sync_folder, write_all
 
 MOST_PIECES = 512
-"""Written in one call; the system takes a thousand."""
+"""Pieces written in one call; the system takes a thousand."""
 
 
 class Draft:
-    """A payload on its way in: written as it arrives, visible only once it is kept."""
+    """A payload that is written as it arrives."""
 
-    def __init__(self, path: Path, *, again: bool = False, length: int = 0) -> None:
-        """With `again` it goes on with what may be there; `length` is what it will have.
+    def __init__(self, path: Path, *, resume: bool = False, length: int = 0) -> None:
+        """With `resume` it may exist already; `length` is how long it will be.
 
-        It takes that much room when it is first written to, in a thread: some disks take long.
-        Room that is taken at once is not looked for page by page, which is a third of what
-        writing costs, and cannot be taken by somebody else.
+        That much room is allocated with the first write, in a thread, because some disks take
+        long. Allocating at once saves a third of the cost of writing, and no other file can
+        take the room meanwhile.
         """
-        self.path, self.size, self._wanted = path, 0, length
+        self.path, self.size, self._length = path, 0, length
         self.allocated = False
         """Whether it has all its room already."""
         self._mapped: mmap.mmap | None = None
-        new = 0 if again else os.O_EXCL
+        exclusive = 0 if resume else os.O_EXCL
         with disk_errors(path):
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | new, 0o600)
-            if again:
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | exclusive, 0o600)
+            if resume:
                 self.allocated = 512 * os.fstat(self._handle).st_blocks >= length
 
     @property
     def closed(self) -> bool:
-        """Whether it was kept or given up."""
+        """Whether it was kept or discarded."""
         return self._handle < 0
 
     def write(self, data: bytes | memoryview) -> None:
@@ -47,54 +46,53 @@ class Draft:
         reach("draft.written")
 
     def write_pieces(self, pieces: Sequence[bytes], offset: int | None = None) -> None:
-        """Writes pieces one after another, as they are: at the end, or at a place of their own.
+        """Writes pieces one after another, without joining them: at the end, or at `offset`.
 
         `size` counts only what is written at the end.
         """
         if len(pieces) > MOST_PIECES:
             pieces = [b"".join(pieces)]
-        at = self.size if offset is None else offset
+        start = self.size if offset is None else offset
         with disk_errors(self.path):
-            self._take_room()
-            written = os.pwritev(self._handle, pieces, at)
+            self._allocate()
+            written = os.pwritev(self._handle, pieces, start)
             if written < (length := sum(map(len, pieces))):
                 left = memoryview(b"".join(pieces))[written:]
                 while left:
-                    written = length - len(left)
-                    left = left[os.pwrite(self._handle, left, at + written) :]
+                    left = left[os.pwrite(self._handle, left, start + length - len(left)) :]
         if offset is None:
             self.size += length
         reach("draft.written")
 
-    def _take_room(self) -> None:
-        wanted, self._wanted = self._wanted, 0
-        if wanted and not self.allocated:
-            self.allocated = allocate(self._handle, wanted)
+    def _allocate(self) -> None:
+        length, self._length = self._length, 0
+        if length and not self.allocated:
+            self.allocated = allocate(self._handle, length)
 
     def read_at(self, offset: int, length: int) -> bytes:
         with disk_errors(self.path):
             return os.pread(self._handle, length, offset)
 
     def read(self) -> bytes:
-        """Everything written so far, to be checked before it is kept."""
+        """Reads everything written so far."""
         with disk_errors(self.path):
             return self.path.read_bytes()
 
     def view(self) -> memoryview:
-        """Everything written so far, where it is: nothing is read before it is looked at."""
+        """Maps everything written so far: a page is read when it is looked at."""
         if not self.size:
             return memoryview(b"")
         with disk_errors(self.path):
             self._mapped = mmap.mmap(self._handle, self.size, access=mmap.ACCESS_READ)
         return memoryview(self._mapped)
 
-    def rest(self) -> None:
-        """Lets go of the memory that looking at it took; the system has the bytes at hand."""
+    def release_pages(self) -> None:
+        """Releases the memory of a view; its bytes stay in the page cache."""
         if self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def keep(self, final: Path) -> None:
-        """Makes the payload durable, then visible under its name; the draft is used up."""
+        """Makes the file durable, then visible as `final`; the draft is used up."""
         try:
             with disk_errors(final):
                 os.fsync(self._handle)

@@ -1,8 +1,9 @@
-"""What the server decided, in order, for ever.
+"""The journal: every decision of the server, in order, in one append-only file.
 
-An append-only file of records (see `chain` for its form). `append` gives a record its
-place, `sync` makes all of them durable with one flush. When it has grown long, a snapshot is
-appended like any record and `compact` leaves out what came before it: numbers and chain go on.
+`append` numbers a record, `sync` makes all of them durable with one flush (who waits for it is
+`group_commit`'s subject; the bytes are `journal_format`'s). When the file has grown long, a
+snapshot is appended like any record and `compact` deletes the records before it: numbers and
+hash chain continue.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from typing import Any
 
 from diloco_cli.errors import StoreError
 from diloco_cli.server.store import journal_format
-from diloco_cli.server.store.durable import FULL, DiskFull, disk_errors, keep_bytes
 from diloco_cli.server.store.journal_format import JournalContent, JournalEntry
 from diloco_cli.system.failpoints import reach
+from diloco_cli.system.files import FULL, DiskFull, disk_errors, keep_bytes
 
 log = logging.getLogger(__name__)
 
 Notice = Callable[[str], None]
 
 
-def to_stderr(said: str) -> None:
-    log.warning(said)
+def to_log(message: str) -> None:
+    log.warning("%s", message)
 
 
 def read_journal(path: Path) -> JournalContent:
@@ -34,48 +35,50 @@ def read_journal(path: Path) -> JournalContent:
     return _read(path)[0]
 
 
-class Journal:
+class FileJournal:
     """Appends in order; `sync` makes durable.
 
     One thread appends; another may `sync` or `compact` meanwhile. A failed flush ends the
-    journal for good: the kernel forgets what it could not write, so trying again would only
-    seem to succeed.
+    journal for good (see `group_commit`).
     """
 
     def __init__(self, path: Path, run: str, last: JournalEntry, stop: int, base: int = 0) -> None:
         self.path, self.run, self.base = path, run, base
         with disk_errors(path):
             self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._file = Lock()  # Held by whichever call writes to the file.
+        self._writing = Lock()
         self._waiting: list[JournalEntry] = []
         self._last, self._chain = last.number, last.chain
         self._durable, self._stop = last.number, stop
         self._dead = ""
 
     @classmethod
-    def create(cls, path: Path, *, run: str) -> Journal:
+    def create(cls, path: Path, *, run: str) -> FileJournal:
         """Makes an empty journal; it exists with its header or not at all."""
         if path.exists():
             raise StoreError(f"{path} exists already.", hint="Open it instead of creating it.")
         header = journal_format.header(run)
-        keep_bytes(path, frame := journal_format.frame(header, settled=0))
+        frame = journal_format.frame(header, settled=0)
+        with disk_errors(path):
+            keep_bytes(path, frame)
         return cls(path, run, header, len(frame))
 
     @classmethod
-    def open(cls, path: Path, *, notice: Notice = to_stderr) -> tuple[Journal, list[dict]]:
+    def open(cls, path: Path, *, notice: Notice = to_log) -> tuple[FileJournal, list[dict]]:
         """Opens a journal and gives its records, `base` + 1 first; cuts a torn tail."""
-        found, data = _read(path)
-        last, stop, size = found.last, found.stop, len(data)
+        content, data = _read(path)
+        last, stop, size = content.last, content.stop, len(data)
         if stop < size:
             notice(
                 f"{path}: cut {size - stop} bytes after record {last.number}, at byte {stop}: "
-                f"a write that a crash interrupted before anyone was told of it"
+                f"a write that a crash interrupted before it was acknowledged"
             )
         # What the last server wrote and could not flush is about to be relied on. It goes into
         # a new file: after a flush that failed, the kernel takes pages for written that never
         # reached the disk, and another flush of the old file would only seem to succeed.
-        keep_bytes(path, data[:stop])
-        return cls(path, found.run, last, stop, found.base), found.records
+        with disk_errors(path):
+            keep_bytes(path, data[:stop])
+        return cls(path, content.run, last, stop, content.base), content.records
 
     @property
     def last(self) -> int:
@@ -88,7 +91,7 @@ class Journal:
         return self._stop
 
     def append(self, record: Mapping[str, Any]) -> int:
-        """Gives the record its number and its place; durable only after `sync`."""
+        """Numbers the record; it is durable after `sync`."""
         self._refuse_if_dead()
         entry = journal_format.entry(self._last + 1, self._chain, record)
         self._waiting.append(entry)
@@ -99,39 +102,35 @@ class Journal:
     def sync(self) -> None:
         """Returns once every record appended before the call is durable.
 
-        On DiskFull the records keep their places and a later `sync` tries again, so an
-        answer that rests on any record, also one recorded earlier, needs its `sync`.
+        On DiskFull the records keep their numbers and a later `sync` retries.
         """
-        with self._file:
+        with self._writing:
             self._refuse_if_dead()
             if batch := tuple(self._waiting):  # More may be appended from here on.
                 self._commit(batch)
 
     def compact(self, number: int) -> None:
-        """Leaves out what came before record `number`, a snapshot.
-
-        On DiskFull everything stays as it was.
-        """
+        """Deletes the records before `number`, a snapshot. On DiskFull nothing changes."""
         self.sync()
-        with self._file:
+        with self._writing:
             self._refuse_if_dead()
             try:
                 self._rewrite(number)
             except DiskFull:
                 if os.fstat(self._handle).st_ino == self.path.stat().st_ino:
                     raise
-                # It has its name and may lose it again: which file will be here is not known.
+                # The new file has the name, not durably: a crash may leave either.
                 self._end(f"{self.path} could not be compacted.")
             except (OSError, StoreError) as error:
                 self._end(f"{self.path} could not be compacted: {error}.")
 
     def close(self) -> None:
-        """Makes everything durable and lets the file go."""
+        """Makes everything durable and closes the file."""
         try:
             if not self._dead:
                 self.sync()
         finally:
-            with self._file:
+            with self._writing:
                 if self._handle >= 0:
                     os.close(self._handle)
                 self._handle, self._dead = -1, self._dead or f"{self.path} is closed."
@@ -141,7 +140,8 @@ class Journal:
         short = journal_format.compacted(
             self.path, data, number, run=self.run, settled=self._durable
         )
-        keep_bytes(self.path, short, steps="compact")
+        with disk_errors(self.path):
+            keep_bytes(self.path, short, steps="compact")
         old, self._handle = self._handle, os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         os.close(old)
         self._stop, self.base = len(short), number - 1

@@ -1,7 +1,10 @@
-"""New versions: merged, published, encoded once, sent many times. Start with next_version.py.
+"""Published versions: a closed round becomes the next one, clients fetch it as frames.
 
-newest.py        immutable versions of every fragment: encoded once, served many times
-next_version.py  A closed round becomes the next version
-pieces.py        bytes to be sent, in pieces: those in memory at once, the others after the …
-send.py          bytes that never change under their etag, sent whole or in ranges
+Accepted contributions and the last version come in; theta, momentum, published weights and a
+delta frame go out. Start with next_version.py.
+
+    next_version.py  a closed round becomes the next version, or says who cannot take part
+    newest.py        every fragment's newest version, its delta chain and its whole frame
+    export.py        the whole model as one safetensors file
+    send.py          immutable bytes as an HTTP answer: etag, ranges, clients that leave
 """

@@ -28,7 +28,9 @@ from diloco_cli.errors import DilocoError, WireError
 from diloco_cli.merge.combine import MemberUnfit, combine, edges_of
 from diloco_cli.merge.outer_step import Diverged, MergePlan, outer_step
 from diloco_cli.server.settings import ServerSettings
-from diloco_cli.server.store.on_disk import PayloadLost, Store, StoredState
+from diloco_cli.server.store import Payloads
+from diloco_cli.server.store.archive import PayloadLost
+from diloco_cli.server.store.state_format import StoredState
 from diloco_cli.wire.chunks import CHUNK, span_of, spread
 from diloco_cli.wire.codecs import NotFinite, codecs
 from diloco_cli.wire.frame import Frame, Header, Outline, open_frame, seal
@@ -80,7 +82,7 @@ class _Unusable(Exception):
 
 def next_version(
     recipe: ServerSettings,
-    store: Store,
+    payloads: Payloads,
     old: Version,
     fragment: Fragment,
     receipts: Sequence[Receipt],
@@ -105,7 +107,7 @@ def next_version(
     state = old.state
     before = (state.theta, state.momentum, state.published)
     try:
-        members = _opened(recipe, store, fragment, receipts, seen)
+        members = _opened(recipe, payloads, fragment, receipts, seen)
         known = _lengths_known(recipe, fragment, receipts, members, seen)
         merged = combine(method.rule, fragment, members, known)
         del members  # The step takes memory; what they are mapped to can go before.
@@ -119,14 +121,16 @@ def next_version(
     except NotFinite as error:
         return Spoiled(regions, "refused", f"merged, it cannot be published: {error.message}")
     digests = {**old.merged, **{receipt.region: receipt.digest for receipt in receipts}}
-    state = StoredState(made.theta, made.momentum, made.published, names=made.digests)
+    state = StoredState(made.theta, made.momentum, made.published, digests=made.digests)
     version = Version(old.number + 1, state, made.digest, digests, regions)
-    return version, seal(frame_header(recipe, store.run, "delta", fragment, version), made.chunks)
+    return version, seal(
+        frame_header(recipe, payloads.run, "delta", fragment, version), made.chunks
+    )
 
 
 def _opened(
     recipe: ServerSettings,
-    store: Store,
+    payloads: Payloads,
     fragment: Fragment,
     receipts: Sequence[Receipt],
     seen: Mapping[str, Seen],
@@ -138,7 +142,7 @@ def _opened(
         known = seen.get(receipt.digest)
         try:
             # Read from the disk again all the same: after a crash it would have to be.
-            data = store.payload(receipt.digest)
+            data = payloads.payload(receipt.digest)
             if known:
                 return recipe.weight(receipt), known.outline.opened(data)
             frame = open_frame(data, size=fragment.size)

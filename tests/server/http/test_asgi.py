@@ -24,7 +24,7 @@ from diloco_cli.server.http.calls import CALLS
 from diloco_cli.server.intake import intake
 from diloco_cli.server.intake.body import LINGER_BYTES
 from diloco_cli.server.store import group_commit
-from diloco_cli.server.store.durable import DiskFull
+from diloco_cli.system.files import DiskFull
 from diloco_cli.wire.frame import most_bytes, open_frame, pack
 from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, contribution_path
 from tests.server.harness import TENSORS, in_a_loop

@@ -15,7 +15,7 @@ import pytest
 from diloco_cli.server.intake import body as receiving
 from diloco_cli.server.intake import intake
 from diloco_cli.server.intake.intake import Intake
-from diloco_cli.server.store import archive
+from diloco_cli.server.store import on_disk
 from diloco_cli.server.store.draft import Draft
 from diloco_cli.server.versions import next_version
 from diloco_cli.wire.frame import open_frame
@@ -319,12 +319,12 @@ def assert_nothing_open(folder: Path, *, collect: bool = True) -> None:
     assert not list(Path(payloads).glob(".upload*"))
 
 
-@pytest.mark.parametrize("advice", [archive.POPULATE_READ, 9999])
+@pytest.mark.parametrize("advice", [on_disk.POPULATE_READ, 9999])
 def test_a_file_is_mapped_whole_on_systems_that_know_how_and_on_others(
     tmp_path, monkeypatch, advice
 ):
-    monkeypatch.setattr(archive, "POPULATE_READ", advice)
+    monkeypatch.setattr(on_disk, "POPULATE_READ", advice)
     for size in (0, 1, 3 << 18):
         path = tmp_path / str(size)
         path.write_bytes(os.urandom(size))
-        assert archive.mapped(path) == path.read_bytes()
+        assert on_disk.mapped(path) == path.read_bytes()

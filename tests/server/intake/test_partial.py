@@ -21,7 +21,7 @@ from diloco_cli.server.http.asgi import make_app
 from diloco_cli.server.intake import intake
 from diloco_cli.server.intake.partial_files import PartialFiles
 from diloco_cli.server.store import draft
-from diloco_cli.server.store.durable import DiskFull
+from diloco_cli.system.files import DiskFull
 from diloco_cli.wire.frame import open_frame
 from diloco_cli.wire.messages import (
     EPOCH_HEADER,
@@ -273,7 +273,7 @@ async def test_a_full_disk_is_507_and_costs_nothing_that_was_there(tmp_path, mon
         def full(size: int = 0) -> None:
             raise DiskFull("There is no room.")
 
-        monkeypatch.setattr(bench.state.store, "parts_folder", full)
+        monkeypatch.setattr(bench.state.store, "check_room", full)
         assert (await newer.part(0, 100)).status_code == 507
         assert (await older.have())["have"] == [[0, 100]]
 
@@ -439,13 +439,8 @@ async def test_a_frame_needs_room_beside_those_that_are_on_their_way(tmp_path, m
     async with served(tmp_path) as (bench, client):
         # A disk on which no room can be taken before it is written to.
         monkeypatch.setattr(draft, "allocate", lambda handle, size: False)
-        asked, folder = [], bench.state.store.parts_folder
-
-        def remember(size: int = 0) -> Path:
-            asked.append(size)
-            return folder(size)
-
-        monkeypatch.setattr(bench.state.store, "parts_folder", remember)
+        asked: list[int] = []
+        monkeypatch.setattr(bench.state.store, "check_room", asked.append)
         first, second = (Sender(client, bench.regions[name].frame(0)) for name in ("paris", "iowa"))
         await first.part(0, 100)
         await second.part(0, 100)
@@ -456,9 +451,8 @@ async def test_a_frame_needs_room_beside_those_that_are_on_their_way(tmp_path, m
 @in_a_loop
 async def test_a_frame_takes_its_room_with_its_first_part(tmp_path, monkeypatch):
     async with served(tmp_path) as (bench, client):
-        asked, folder = [], bench.state.store.parts_folder
-        remember = lambda size=0: asked.append(size) or folder(size)  # noqa: E731
-        monkeypatch.setattr(bench.state.store, "parts_folder", remember)
+        asked: list[int] = []
+        monkeypatch.setattr(bench.state.store, "check_room", asked.append)
         threads, allocate = [], draft.allocate
 
         def note(handle: int, size: int) -> bool:

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from diloco_cli.server.store.journal import Journal
-from diloco_cli.server.store.on_disk import stores
+from diloco_cli.server.store import blob_names
+from diloco_cli.server.store.journal import FileJournal
+from diloco_cli.server.store.run_store import open_store
 
 pytestmark = pytest.mark.live
 
 WRITER = """
 import sys
 from pathlib import Path
-from diloco_cli.server.store.journal import Journal
+from diloco_cli.server.store.journal import FileJournal
 
-journal, _ = Journal.open(Path(sys.argv[1]))
+journal, _ = FileJournal.open(Path(sys.argv[1]))
 
 while True:
     notes = [{"kind": "note", "place": place, "text": "x" * 300} for place in range(4)]
@@ -33,7 +34,7 @@ while True:
 def test_no_acknowledged_record_is_lost_when_the_writer_is_killed(tmp_path):
     path = tmp_path / "journal"
     rng = random.Random(5)
-    Journal.create(path, run="r").close()
+    FileJournal.create(path, run="r").close()
     acknowledged: dict[int, int] = {}
     for _ in range(10):
         writer = subprocess.Popen(
@@ -49,7 +50,7 @@ def test_no_acknowledged_record_is_lost_when_the_writer_is_killed(tmp_path):
                 acknowledged[int(words[0])] = int(words[1])
         writer.stdout.close()
         writer.wait()
-    journal, records = Journal.open(path, notice=lambda said: None)
+    journal, records = FileJournal.open(path, notice=lambda said: None)
     journal.close()
     assert len(acknowledged) > 100
     for number, place in acknowledged.items():
@@ -60,14 +61,15 @@ PUBLISHER = """
 import sys
 from pathlib import Path
 import numpy as np
-from diloco_cli.server.store import FragmentState, stores
+from diloco_cli.server.store.run_store import open_store
+from diloco_cli.server.store.state_format import StoredState
 
-store, _ = stores.build({"kind": "folder"}).open(Path(sys.argv[1]), layout="lay", spec="spec")
+store, _ = open_store({"kind": "folder"}, Path(sys.argv[1]), layout="lay", spec="spec")
 version = max(store.versions(0), default=0)
 while True:
     version += 1
     theta = np.full(20_000, version, np.float32)
-    digest = store.publish(0, version, FragmentState(theta, theta, theta), b"frame" * 1000)
+    digest = store.publish(0, version, StoredState(theta, theta, theta), b"frame" * 1000)
     store.prune(0, version, version)
     print(version, digest, flush=True)
 """
@@ -92,11 +94,9 @@ def test_a_killed_publisher_loses_no_version_and_shows_no_half_of_one(tmp_path):
     rng = random.Random(3)
     for _ in range(6):
         newest, digest = publish_and_kill(tmp_path / "server", rng.randrange(1, 40))
-        kind = stores.build({"kind": "folder"})
-        store, _ = kind.open(tmp_path / "server", layout="lay", spec="spec")
+        store, _ = open_store({"kind": "folder"}, tmp_path / "server", layout="lay", spec="spec")
         assert newest in store.versions(0) and store.load_state(0, newest).digest == digest
         for version in store.versions(0):
             assert store.load_state(0, version).theta[-1] == version
-            delta = store.delta(0, version)
-            assert delta and len(delta.read_bytes()) == 5000
+            assert store.blobs.size(blob_names.delta(0, version)) == 5000
         store.close()

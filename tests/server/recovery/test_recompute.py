@@ -12,7 +12,8 @@ from diloco_cli.core.journal_records import VersionPublished, VersionStored
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.errors import StoreError
 from diloco_cli.server.recovery.verify import replay
-from diloco_cli.server.store.on_disk import SOON_READ
+from diloco_cli.server.store import blob_names
+from diloco_cli.server.store.retention import RECOMPUTED_AT_ONCE, is_due
 from diloco_cli.wire.frame import open_frame
 from tests.server.harness import Bench, in_a_loop, kill_server, make_recipe, make_spec, open_server
 
@@ -49,17 +50,17 @@ async def test_a_start_makes_the_versions_after_the_stored_one_again(tmp_path):
 
 @in_a_loop
 async def test_fragments_take_turns_in_being_stored(tmp_path):
-    store = Bench(tmp_path).state.store
-    due = [[v for v in range(1, 9) if store.is_due(f, v, behind=0, size=1)] for f in range(2)]
+    rule, most = Bench(tmp_path).state.store.retention, RECOMPUTED_AT_ONCE
+    due = [[v for v in range(1, 9) if is_due(rule, f, v, behind=0, size=1)] for f in range(2)]
     assert due == [[4, 8], [3, 7]]
-    assert store.is_due(0, 1, behind=2 * SOON_READ, size=SOON_READ)
-    assert not store.is_due(0, 1, behind=2 * SOON_READ, size=4 * SOON_READ)
-    assert not store.is_due(0, 1, behind=SOON_READ, size=1), "that little is soon read"
+    assert is_due(rule, 0, 1, behind=2 * most, size=most)
+    assert not is_due(rule, 0, 1, behind=2 * most, size=4 * most)
+    assert not is_due(rule, 0, 1, behind=most, size=1), "that little is soon read"
 
 
 @in_a_loop
 async def test_what_many_regions_sent_is_not_kept_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr("diloco_cli.server.store.on_disk.SOON_READ", 0)
+    monkeypatch.setattr("diloco_cli.server.store.retention.RECOMPUTED_AT_ONCE", 0)
     bench = await run_for(tmp_path, 3)
     assert states(bench) == [0, 2], "the frames of two rounds are longer than a state"
 
@@ -122,7 +123,7 @@ async def test_versions_that_cannot_be_made_again_are_not_served(tmp_path, what)
         bench.state.store.publish(0, 0, state, None)
     with pytest.raises(StoreError) as refusal:
         open_server(tmp_path, bench.recipe)
-    expected = "made again, has the digest" if what == "base" else "cannot be made again: paris"
+    expected = "recomputed, has the digest" if what == "base" else "cannot be recomputed: paris"
     assert expected in str(refusal.value) and refusal.value.exit_code == 5
 
 
@@ -132,15 +133,15 @@ async def test_weights_of_any_kept_version_are_added_up_from_the_stored_one(tmp_
     store: Any = bench.state.store
     assert store.published(0, 3) is None, "its deltas are pruned"
     for version in range(4, 8):
-        frame = open_frame(store.delta(0, version).read_bytes())
+        frame = open_frame(store.blobs.view(blob_names.delta(0, version)))
         found = store.published(0, version)
         before = store.published(0, version - 1)
         if before is not None:
             np.testing.assert_array_equal(found, before + frame.values())
     newest = bench.state.weights.newest[0]
     np.testing.assert_array_equal(store.published(0, 7), newest.state.published)
-    path = store.delta(0, 6)
-    path.write_bytes(store.delta(0, 5).read_bytes())
+    path = tmp_path / "server" / blob_names.delta(0, 6)
+    path.write_bytes(store.blobs.view(blob_names.delta(0, 5)))
     with pytest.raises(StoreError, match="leads to weights with the digest"):
         store.published(0, 7)
     path.write_bytes(b"?")
@@ -152,7 +153,9 @@ async def test_weights_of_any_kept_version_are_added_up_from_the_stored_one(tmp_
 async def test_what_is_needed_to_make_a_version_is_never_pruned(tmp_path):
     bench = await run_for(tmp_path, 7, history=2, replay=0)
     store = bench.state.store
-    assert states(bench) == [4] and all(store.delta(0, version) for version in (5, 6, 7))
+    assert states(bench) == [4] and all(
+        store.blobs.size(blob_names.delta(0, version)) for version in (5, 6, 7)
+    )
     assert len(store.payloads()) == 9
     bench.restart()
     assert bench.versions[0] == 7

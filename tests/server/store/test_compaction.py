@@ -16,8 +16,8 @@ from diloco_cli.core.ledger import MOST_EVALUATIONS, Ledger
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.server.recovery.verify import replay
 from diloco_cli.server.store import journal_format
-from diloco_cli.server.store.durable import DiskFull
-from diloco_cli.server.store.journal import Journal, read_journal
+from diloco_cli.server.store.journal import FileJournal, read_journal
+from diloco_cli.system.files import DiskFull
 from tests.server.harness import (
     Bench,
     in_a_loop,
@@ -90,10 +90,10 @@ async def test_a_snapshot_says_what_its_records_amount_to(tmp_path):
     assert found.base == 0
     kill_server(bench.server)
     path = tmp_path / "server" / "journal"
-    journal, records = Journal.open(path)
+    journal, records = FileJournal.open(path)
     journal.close()
     path.unlink()
-    forged = Journal.create(path, run=journal.run)
+    forged = FileJournal.create(path, run=journal.run)
     for record in records:
         if record["kind"] == "snapshot":
             record["ledger"]["slots"][0]["applied"]["paris"] += 32.0
@@ -154,8 +154,8 @@ async def test_a_replay_finds_what_is_not_what_the_journal_says(tmp_path, what):
     with pytest.raises(StoreError) as refusal:
         replay(bench.recipe, tmp_path / "server")
     assert {
-        "state": "Version 1 of fragment 0, made again, has the digest",
-        "member": "Version 2 of fragment 0 cannot be made again: ",
+        "state": "Version 1 of fragment 0, recomputed, has the digest",
+        "member": "Version 2 of fragment 0 cannot be recomputed: ",
         "newest": "Version 3 of fragment 0, stored, has the digest",
     }[what] in str(refusal.value)
     assert refusal.value.exit_code == 5
@@ -169,7 +169,7 @@ async def test_what_a_version_was_made_of_is_filed_also_after_a_crash(tmp_path, 
     def killed(*_: Any) -> None:
         raise RuntimeError("killed")
 
-    monkeypatch.setattr(bench.state.store, "file_members", killed)
+    monkeypatch.setattr(bench.state.store.blobs, "move", killed)
     await bench.call(0)
     for name in bench.regions:
         await bench.send(name)
@@ -183,8 +183,8 @@ async def test_what_a_version_was_made_of_is_filed_also_after_a_crash(tmp_path, 
     assert replay(bench.recipe, tmp_path / "server").lines[0].made == 1
 
 
-def a_journal(path: Path, words: int = 6) -> Journal:
-    journal = Journal.create(path, run="r")
+def a_journal(path: Path, words: int = 6) -> FileJournal:
+    journal = FileJournal.create(path, run="r")
     for number in range(words):
         journal.append({"kind": "snapshot" if number == 3 else f"w{number + 1}"})
         journal.sync()
@@ -198,7 +198,7 @@ def test_a_compacted_journal_goes_on_and_is_read_back(tmp_path):
     assert journal.size < before and (journal.base, journal.last) == (3, 6)
     assert journal.append({"kind": "w7"}) == 7
     journal.close()
-    again, records = Journal.open(tmp_path / "journal")
+    again, records = FileJournal.open(tmp_path / "journal")
     assert [r["kind"] for r in records] == ["snapshot", "w5", "w6", "w7"]
     assert (again.base, again.last) == (3, 7)
     again.append({"kind": "snapshot"})
@@ -272,14 +272,14 @@ def test_a_compacted_journal_is_never_cut_below_what_it_was_made_of(tmp_path):
     for length in range(header.stop, len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(StoreError) as refusal:
-            Journal.open(path)
+            FileJournal.open(path)
         assert "truncate" not in str(refusal.value), "nothing here may be given up"
     for position in range(len(whole)):
         damaged = bytearray(whole)
         damaged[position] ^= 0x40
         path.write_bytes(damaged)
         with pytest.raises(StoreError):
-            Journal.open(path)
+            FileJournal.open(path)
 
 
 @in_a_loop

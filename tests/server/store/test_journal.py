@@ -11,9 +11,9 @@ import pytest
 
 from diloco_cli.errors import StoreError
 from diloco_cli.server.store import journal_format
-from diloco_cli.server.store.durable import DiskFull
-from diloco_cli.server.store.journal import Journal, read_journal
+from diloco_cli.server.store.journal import FileJournal, read_journal
 from diloco_cli.server.store.journal_format import MAGIC
+from diloco_cli.system.files import DiskFull
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 def written(path: Path, *batches: list[str]) -> list[int]:
     """Writes one record for each word, a sync after each batch; gives the offset of each record."""
-    journal = Journal.create(path, run="r")
+    journal = FileJournal.create(path, run="r")
     offsets = []
     for batch in batches:
         places = len(path.read_bytes())
@@ -41,7 +41,7 @@ def written(path: Path, *batches: list[str]) -> list[int]:
 def opened(path: Path) -> tuple[list[str], list[str]]:
     """The words in a journal, and what it gave notice of."""
     notices: list[str] = []
-    journal, records = Journal.open(path, notice=notices.append)
+    journal, records = FileJournal.open(path, notice=notices.append)
     journal.close()
     return [record["kind"] for record in records], notices
 
@@ -53,10 +53,10 @@ def flipped(path: Path, position: int) -> None:
 
 
 def test_records_come_back_in_order_and_are_numbered_from_one(path):
-    journal = Journal.create(path, run="r7")
+    journal = FileJournal.create(path, run="r7")
     assert [journal.append({"kind": kind}) for kind in ("called", "closed")] == [1, 2]
     journal.close()
-    again, records = Journal.open(path)
+    again, records = FileJournal.open(path)
     assert records == [{"kind": "called"}, {"kind": "closed"}]
     assert (again.run, again.last, again.append({"kind": "end"})) == ("r7", 2, 3)
     again.close()
@@ -91,7 +91,7 @@ def test_a_tail_torn_at_any_byte_is_cut_with_a_notice(path):
 def test_after_a_cut_the_journal_goes_on(path):
     written(path, ["one"], ["two"])
     path.write_bytes(path.read_bytes()[:-3])
-    journal, _ = Journal.open(path, notice=lambda said: None)
+    journal, _ = FileJournal.open(path, notice=lambda said: None)
     assert journal.append({"kind": "second try"}) == 2
     journal.close()
     assert opened(path) == (["one", "second try"], [])
@@ -190,13 +190,13 @@ def test_a_missing_journal_is_refused(path):
 def test_an_existing_journal_is_never_created_anew(path):
     written(path, ["one"])
     with pytest.raises(StoreError, match="exists already"):
-        Journal.create(path, run="r")
+        FileJournal.create(path, run="r")
     assert opened(path)[0] == ["one"]
 
 
 @pytest.mark.parametrize("record", [{"loss": float("nan")}, {"members": {1, 2}}])
 def test_what_is_not_json_is_refused_and_leaves_no_trace(path, record):
-    journal = Journal.create(path, run="r")
+    journal = FileJournal.create(path, run="r")
     with pytest.raises((ValueError, TypeError)):
         journal.append(record)
     assert journal.append({"kind": "one"}) == 1
@@ -206,7 +206,7 @@ def test_what_is_not_json_is_refused_and_leaves_no_trace(path, record):
 
 def test_a_record_too_long_to_read_back_is_refused(path, monkeypatch):
     monkeypatch.setattr("diloco_cli.server.store.journal_format.LONGEST", 50)
-    journal = Journal.create(path, run="r")
+    journal = FileJournal.create(path, run="r")
     with pytest.raises(ValueError, match="at most 50"):
         journal.append({"kind": "x" * 50})
     journal.close()
@@ -233,7 +233,7 @@ class Disk:
 
 
 def test_what_is_appended_during_a_flush_is_durable_with_the_next(path, monkeypatch):
-    journal, disk = Journal.create(path, run="r"), Disk(monkeypatch)
+    journal, disk = FileJournal.create(path, run="r"), Disk(monkeypatch)
     disk.go_on.clear()
     journal.append({"kind": "0"})
     first = threading.Thread(target=journal.sync)
@@ -251,7 +251,7 @@ def test_what_is_appended_during_a_flush_is_durable_with_the_next(path, monkeypa
 
 
 def test_what_is_durable_needs_no_second_flush(path, monkeypatch):
-    journal, disk = Journal.create(path, run="r"), Disk(monkeypatch)
+    journal, disk = FileJournal.create(path, run="r"), Disk(monkeypatch)
     journal.append({"kind": "one"})
     journal.sync()
     journal.sync()
@@ -260,7 +260,7 @@ def test_what_is_durable_needs_no_second_flush(path, monkeypatch):
 
 
 def test_after_a_failed_flush_the_journal_is_dead_and_never_tries_again(path, monkeypatch):
-    journal, disk = Journal.create(path, run="r"), Disk(monkeypatch)
+    journal, disk = FileJournal.create(path, run="r"), Disk(monkeypatch)
     journal.append({"kind": "one"})
     disk.error = errno.EIO
     with pytest.raises(StoreError, match="could not be made durable: Input/output error"):
@@ -274,7 +274,7 @@ def test_after_a_failed_flush_the_journal_is_dead_and_never_tries_again(path, mo
 
 
 def test_a_full_disk_is_told_and_the_records_are_written_once_there_is_room(path, monkeypatch):
-    journal = Journal.create(path, run="r")
+    journal = FileJournal.create(path, run="r")
     journal.append({"kind": "one"})
     journal.sync()
     size, real = path.stat().st_size, os.pwrite
@@ -314,7 +314,7 @@ def test_opening_writes_anew_what_the_last_server_could_not_flush(path, monkeypa
 
 
 def test_a_closed_journal_takes_nothing_more(path):
-    journal = Journal.create(path, run="r")
+    journal = FileJournal.create(path, run="r")
     journal.close()
     with pytest.raises(StoreError, match="is closed"):
         journal.append({"kind": "one"})

@@ -12,17 +12,19 @@ import pytest
 
 from diloco_cli.errors import StoreError
 from diloco_cli.server.store.draft import Draft
-from diloco_cli.server.store.durable import DiskFull, keep_bytes
-from diloco_cli.server.store.journal import Journal
-from diloco_cli.server.store.on_disk import StoredState, stores
+from diloco_cli.server.store.journal import FileJournal
+from diloco_cli.server.store.run_store import RunStore, open_store
+from diloco_cli.server.store.state_format import StoredState
 from diloco_cli.system import files as disk
+from diloco_cli.system.files import DiskFull, keep_bytes
 
 DIGEST = "a" * 64
 
 
-def opened(folder: Path, **options):
-    kind = stores.build({"kind": "folder", **options})
-    return kind.open(folder / "server", layout="lay", spec="spec")[0]
+def opened(folder: Path, **options) -> RunStore:
+    return open_store({"kind": "folder", **options}, folder / "server", layout="lay", spec="spec")[
+        0
+    ]
 
 
 @pytest.fixture
@@ -43,9 +45,7 @@ def files(folder: Path) -> list[str]:
 def test_the_folder_has_the_documented_form(tmp_path, store):
     store.keep_payload(DIGEST, b"codes")
     store.publish(3, 42, state(), b"frame")
-    store.announce("http://127.0.0.1:9")
     assert files(tmp_path / "server") == [
-        "address.json",
         "fragments/3/v00000042.delta",
         "fragments/3/v00000042.state",
         "journal",
@@ -61,7 +61,6 @@ def test_only_the_owner_may_look(tmp_path, store):
     store.keep_payload(DIGEST, b"codes")
     store.draft_payload().write(b"x")
     store.publish(0, 1, state(), b"frame")
-    store.announce("http://127.0.0.1:9")
     for path in (tmp_path / "server", *(tmp_path / "server").rglob("*")):
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
@@ -96,8 +95,7 @@ def test_drafts_of_a_crash_are_removed_at_the_next_start(tmp_path):
     first.close()
     left = [
         "payloads/upload.0.draft",
-        "fragments/0/.tmpAbc123",
-        "fragments/0/v00000002.state.7.draft",
+        "fragments/0/.v00000002.state.7.draft",
     ]
     for name in left:
         (tmp_path / "server" / name).write_bytes(b"half")
@@ -113,7 +111,7 @@ def test_names_that_a_killed_server_did_not_flush_are_flushed_at_the_next_start(
     folder = tmp_path / "server"
     (folder / "fragments" / "0").mkdir(parents=True)
     (folder / "payloads").mkdir()
-    Journal.create(folder / "journal", run="r").close()
+    FileJournal.create(folder / "journal", run="r").close()
     flushed, real = set(), os.fsync
 
     def fsync(handle: int) -> None:
@@ -124,15 +122,6 @@ def test_names_that_a_killed_server_did_not_flush_are_flushed_at_the_next_start(
     opened(tmp_path).close()
     below = {str(path) for path in folder.rglob("*") if path.is_dir()}
     assert {str(tmp_path), str(folder), *below} <= flushed
-
-
-def test_the_address_is_gone_once_the_server_is(tmp_path):
-    store = opened(tmp_path)
-    store.announce("http://127.0.0.1:9")
-    address = tmp_path / "server/address.json"
-    assert json.loads(address.read_text()) == {"url": "http://127.0.0.1:9", "pid": os.getpid()}
-    store.close()
-    assert not address.exists()
 
 
 def test_a_flipped_byte_anywhere_in_a_state_is_refused_by_the_name_of_its_file(tmp_path, store):

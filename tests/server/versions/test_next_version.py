@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tracemalloc
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ from diloco_cli.core.fragments import Tensor, cut
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.merge.rules import Mean, merge
 from diloco_cli.server.settings import ServerSettings
-from diloco_cli.server.store.on_disk import StoredState
+from diloco_cli.server.store.state_format import StoredState
 from diloco_cli.server.versions.next_version import Spoiled, Version, next_version
 from diloco_cli.wire.chunks import CHUNK, cores
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Header, open_frame, pack, seal
-from tests.server.harness import Payloads, make_recipe, make_spec
+from tests.server.harness import MemoryPayloads, make_recipe, make_spec
 
 NAMES = ("a", "b", "c", *(f"r{number:02}" for number in range(48)))
 TENSORS = (Tensor("embed", (500, 400), embedding=True), Tensor("w", (1500, 1200)))
@@ -74,7 +74,7 @@ def receipts(frames: list[bytes]) -> list[Receipt]:
 
 
 def merged(run: ServerSettings, frames: list[bytes], *, drain: bool = False) -> Any:
-    store, fragment = cast(Any, Payloads(frames)), run.layout.fragments[0]
+    store, fragment = MemoryPayloads(frames), run.layout.fragments[0]
     return next_version(run, store, beginning(run), fragment, receipts(frames), drain=drain)
 
 
@@ -122,7 +122,7 @@ def test_an_absurd_claim_is_refused_and_names_its_region():
     run = recipe()
     frames = [contribution(run, name, 1) for name in ("a", "b")]
     claims = [replace(each, steps=float("nan")) for each in receipts(frames)]
-    store, fragment = cast(Any, Payloads(frames)), run.layout.fragments[0]
+    store, fragment = MemoryPayloads(frames), run.layout.fragments[0]
     spoiled = next_version(run, store, beginning(run), fragment, claims, drain=False)
     assert isinstance(spoiled, Spoiled)
     assert (spoiled.regions, spoiled.fate) == (("a",), "refused")
@@ -171,7 +171,7 @@ def test_one_that_is_absurdly_long_beside_the_others_leaves_the_round():
     frames = [contribution(run, name, seed) for seed, name in enumerate(("a", "b", "c"))]
     honest = open_frame(frames[1])
     frames[1] = pack(honest.header, 1000 * honest.values())
-    store, fragment = cast(Any, Payloads(frames)), run.layout.fragments[0]
+    store, fragment = MemoryPayloads(frames), run.layout.fragments[0]
     spoiled = next_version(run, store, beginning(run), fragment, receipts(frames), drain=False)
     assert isinstance(spoiled, Spoiled) and spoiled.regions == ("b",)
     assert spoiled.fate == "refused" and "the round's other members" in spoiled.why

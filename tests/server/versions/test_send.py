@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from diloco_cli.server.versions.pieces import PIECE_BYTES, Reading
-from diloco_cli.server.versions.send import SHORT_BYTES, ByteRange
+from diloco_cli.server.store.on_disk import FileBlobs
+from diloco_cli.server.versions.send import PIECE_BYTES, SHORT_BYTES, BlobPieces, ByteRange
 from tests.server.harness import in_a_loop
 
 SIZES = (3 * PIECE_BYTES + 17, 1, SHORT_BYTES)
@@ -46,6 +46,11 @@ def made(folder: Path) -> tuple[list[tuple[Path, int]], bytes]:
     return files, b"".join(path.read_bytes() for path, _ in files)
 
 
+def pieces_of(files: list[tuple[Path, int]], start: int, stop: int) -> BlobPieces:
+    blobs = FileBlobs(files[0][0].parent)
+    return BlobPieces(blobs, [(path.name, size) for path, size in files], start, stop)
+
+
 def forget(path: Path) -> None:
     """Makes the system read the file from its disk again, where that can be asked for."""
     with open(path, "rb") as file:
@@ -56,7 +61,7 @@ def forget(path: Path) -> None:
 
 async def answered(files: list[tuple[Path, int]], start: int, stop: int, client: Client) -> int:
     counted: list[int] = []
-    reading = Reading(files, start, stop)
+    reading = pieces_of(files, start, stop)
     response = ByteRange(reading, stop - start, counted.append, 206, {"content-length": "0"})
     await response({"type": "http"}, client.receive, client.send)
     return sum(counted)
@@ -83,8 +88,8 @@ async def test_what_is_in_memory_needs_no_thread(tmp_path):
     if not hasattr(os, "RWF_NOWAIT"):
         pytest.skip("the system cannot tell")
     files, everything = made(tmp_path)
-    reading, found = Reading(files, 0, len(everything)), b""
-    while piece := reading.at_once():
+    reading, found = pieces_of(files, 0, len(everything)), b""
+    while piece := reading.next_now():
         found += piece
     if not found:
         pytest.skip("the file system cannot tell")
@@ -130,7 +135,7 @@ async def test_a_file_that_lost_its_end_is_not_waited_for(tmp_path):
 @in_a_loop
 async def test_a_file_that_is_open_may_be_removed(tmp_path):
     files, everything = made(tmp_path)
-    reading = Reading(files, 0, SIZES[0])
+    reading = pieces_of(files, 0, SIZES[0])
     found = reading.next()
     files[0][0].unlink()
     assert found + b"".join(reading) == everything[: SIZES[0]]

@@ -27,7 +27,7 @@ from diloco_cli.core.journal_records import (
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.settings import ServerSettings
-from diloco_cli.server.store.on_disk import StoredState
+from diloco_cli.server.store.state_format import StoredState
 from diloco_cli.server.versions.next_version import Version, next_version
 from diloco_cli.wire.frame import Frame
 from tests.verify.dst.silent_regions import Silence

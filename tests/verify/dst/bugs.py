@@ -15,15 +15,15 @@ from unittest.mock import patch
 
 from diloco_cli.core import rounds
 from diloco_cli.server.recovery import start
-from diloco_cli.server.rounds import coordinator, publish
+from diloco_cli.server.rounds import coordinator
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.rounds.leases import Leases
 from diloco_cli.server.rounds.publish import Publisher
 from diloco_cli.server.rounds.state import State
-from diloco_cli.server.store import draft, durable, journal, journal_format
+from diloco_cli.server.store import draft, journal, journal_format, on_disk
 from diloco_cli.server.store.group_commit import GroupCommit
-from diloco_cli.server.store.journal import Journal
-from diloco_cli.server.store.on_disk import FolderStore
+from diloco_cli.server.store.journal import FileJournal
+from diloco_cli.server.store.run_store import RunStore
 from diloco_cli.server.versions.newest import PublishedVersions
 from diloco_cli.system import files as files
 from tests.verify.dst.seeded_run import Setting, silenced
@@ -77,7 +77,7 @@ def _payload_not_flushed() -> list[Change]:
 
 
 def _names_not_flushed() -> list[Change]:
-    return [(each, "sync_folder", lambda path: None) for each in (files, draft, durable)]
+    return [(each, "sync_folder", lambda path: None) for each in (files, draft)]
 
 
 def _version_not_flushed() -> list[Change]:
@@ -93,8 +93,8 @@ def _failed_flush_believed() -> list[Change]:
             self._durable = batch[-1].number
             del self._waiting[: len(batch)]
 
-    real = Journal._commit
-    return [(Journal, "_commit", commit)]
+    real = FileJournal._commit
+    return [(FileJournal, "_commit", commit)]
 
 
 def _journal_only_flushed_at_start() -> list[Change]:
@@ -103,17 +103,17 @@ def _journal_only_flushed_at_start() -> list[Change]:
             return real(path, **options)
 
     def flush(path: Any, data: bytes) -> None:
-        with durable.disk_errors(path):
+        with files.disk_errors(path):
             os.truncate(path, len(data))
             files.sync_file(path)
             files.sync_folder(path.parent)
 
-    real = Journal.open
-    return [(Journal, "open", classmethod(opened))]
+    real = FileJournal.open
+    return [(FileJournal, "open", classmethod(opened))]
 
 
 def _names_not_kept_at_start() -> list[Change]:
-    return [(durable, "keep_names", lambda folder: None)]
+    return [(on_disk, "sync_names", lambda folder: None)]
 
 
 def _round_published_twice() -> list[Change]:
@@ -132,8 +132,8 @@ def _payloads_dropped_too_early() -> list[Change]:
             self.drop_payloads(self.payloads())
         return digest
 
-    real = FolderStore.publish
-    return [(FolderStore, "publish", publish)]
+    real = RunStore.publish
+    return [(RunStore, "publish", publish)]
 
 
 def _retries_forgotten() -> list[Change]:
@@ -172,17 +172,17 @@ def _version_without_files() -> list[Change]:
     def publish(self: Any, fragment: int, version: int, *what: Any, **how: Any) -> str:
         return what[0].digest if version else real(self, fragment, version, *what, **how)
 
-    real = FolderStore.publish
-    return [(FolderStore, "publish", publish)]
+    real = RunStore.publish
+    return [(RunStore, "publish", publish)]
 
 
 def _members_tidied_too_early() -> list[Change]:
-    def put_away(store: Any, fragment: int, version: int, base: int, made: Any) -> None:
+    def put_away(self: Any, fragment: int, version: int, base: int, made: Any) -> None:
         for each in made:
-            store.drop_payloads(receipt.digest for receipt in each.receipts.values())
-        store.prune(fragment, version, base)
+            self.drop_payloads(receipt.digest for receipt in each.receipts.values())
+        self.prune(fragment, version, base)
 
-    return [(publish, "put_away", put_away)]
+    return [(RunStore, "put_away", put_away)]
 
 
 def _unstored_swept() -> list[Change]:
@@ -200,29 +200,29 @@ def _said_to_be_stored() -> list[Change]:
     def publish(self: Any, fragment: int, version: int, *what: Any, **how: Any) -> str:
         return real(self, fragment, version, *what, **{**how, "whole": not version})
 
-    real = FolderStore.publish
-    return [(FolderStore, "publish", publish)]
+    real = RunStore.publish
+    return [(RunStore, "publish", publish)]
 
 
 def _base_pruned() -> list[Change]:
     def prune(self: Any, fragment: int, version: int, base: int) -> None:
         real(self, fragment, version, version)
 
-    real = FolderStore.prune
-    return [(FolderStore, "prune", prune)]
+    real = RunStore.prune
+    return [(RunStore, "prune", prune)]
 
 
 def _half_record_left() -> list[Change]:
     def write(self: Any, data: bytes) -> int:
         try:
             return real(self, data)
-        except durable.DiskFull:
+        except files.DiskFull:
             del self._waiting[:]  # Taken for written.
             self._durable = self._last
             return 0
 
-    real = Journal._write
-    return [(Journal, "_write", write)]
+    real = FileJournal._write
+    return [(FileJournal, "_write", write)]
 
 
 def _payload_forgotten_when_sent_twice() -> list[Change]:

@@ -17,9 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import safetensors.numpy
 import starlette.responses
-from safetensors import SafetensorError
 
 from diloco_cli.errors import StoreError
 from diloco_cli.server import lifecycle
@@ -27,7 +25,7 @@ from diloco_cli.server.intake import partial_files
 from diloco_cli.server.recovery.start import open_coordinator
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.settings import ServerSettings
-from diloco_cli.server.store import on_disk, run_identity
+from diloco_cli.server.store import run_identity
 from diloco_cli.system import files as files
 from tests.verify.dst.disk import Disk
 from tests.verify.dst.loop import BEGIN, Life, Loop
@@ -191,7 +189,6 @@ class Host:
                 token_hex=lambda n: self.rng.randbytes(n).hex()
             ),
             (files, "_count"): itertools.count(),
-            (on_disk, "save_file"): self._save_file,
             (starlette.responses, "iterate_in_threadpool"): _one_by_one,
         }
         patches = [patch.object(where, name, what) for (where, name), what in fixed.items()]
@@ -220,14 +217,6 @@ class Host:
             self._give_up(error)
             raise
         return self.coordinator
-
-    def _save_file(self, arrays: Any, path: Path, metadata: Any) -> None:
-        """safetensors writes by itself; the disk is asked before."""
-        try:
-            self.disk._call("save", path, writes=True)
-        except OSError as error:
-            raise SafetensorError(f"I/O error: No space left (os error {error.errno})") from error
-        safetensors.numpy.save_file(arrays, path, metadata=metadata)
 
 
 class Listener:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
 
-from diloco_cli.core.fragments import Tensor, cut
-from diloco_cli.merge import merge_rules, outer_optimizers
+from diloco_cli.core.fragments import Tensor
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.wire.codecs import codecs
 from tests.verify.dst.host import Deaths
 from tests.verify.dst.network import Weather
 
@@ -179,15 +176,7 @@ def _spoil(setting: Setting, rng: Random) -> None:
 
 
 def recipe_of(spec: RunSpec) -> ServerSettings:
-    return ServerSettings(
-        spec=spec,
-        layout=cut(TENSORS, spec.sync.fragments),
-        up=codecs.build(spec.wire.up),
-        merge=merge_rules.build(spec.merge),
-        outer=outer_optimizers.build(spec.outer),
-        spec_digest=hashlib.sha256(spec.name.encode()).hexdigest(),
-        settings={},
-    )
+    return ServerSettings.of(spec, TENSORS)
 
 
 def initial() -> dict[str, np.ndarray]:

@@ -18,8 +18,8 @@ from diloco_cli.errors import DilocoError, LinkError
 from diloco_cli.net.client import Client, FencedError
 from diloco_cli.net.options import ONCE, Options
 from diloco_cli.server.store.draft import Draft
-from diloco_cli.server.store.durable import DiskFull
 from diloco_cli.server.store.journal import read_journal
+from diloco_cli.system.files import DiskFull
 from diloco_cli.wire.frame import open_frame
 from tests.verify.durability.killable_server import Region, Stage  # pyright: ignore[reportAttributeAccessIssue]
 

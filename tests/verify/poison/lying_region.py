@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from diloco_cli.assemble import resolve, shared_digest
+from diloco_cli.assemble import recipe_of, resolve
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.rounds import Accept, Refused
 from diloco_cli.server.intake.intake import Intake
 from diloco_cli.server.intake.partial import UploadAddress
 from diloco_cli.server.recovery.start import open_coordinator
 from diloco_cli.server.rounds.coordinator import Coordinator
-from diloco_cli.server.settings import ServerSettings
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack, seal
@@ -143,9 +142,7 @@ class Rehearsal:
     def __init__(self, folder: Path, spec: RunSpec, tasks: dict[str, Task], lie: Lie | None):
         self.spec, self.now, self.loss = spec, 0.0, float("nan")
         parts = resolve(spec)
-        recipe = ServerSettings(
-            spec, parts.layout, parts.up, parts.merge, parts.outer, shared_digest(spec), {}
-        )
+        recipe = recipe_of(spec, parts)
         weights = parts.model.init(spec.seed)
         self.server: Coordinator = open_coordinator(
             recipe, folder, lambda: weights, clock=lambda: self.now, notice=lambda text: None

@@ -1,0 +1,86 @@
+"""One version of a fragment as bytes: a safetensors file with three vectors.
+
+    8 bytes: length of the header │ header, JSON │ momentum │ published │ theta
+
+The metadata in the header names fragment, version and the digest of the whole state, so a
+file under a wrong name, or with one bit changed, is refused. Written and read here rather than
+by the safetensors library, which needs a file of its own: these are pieces of bytes, for
+any store.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from diloco_cli.wire.digest import state_digest, vector_digest
+
+VECTORS = ("momentum", "published", "theta")
+"""In the order of the file."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StoredState:
+    """One version of a fragment: flat float32 vectors."""
+
+    theta: np.ndarray
+    momentum: np.ndarray
+    published: np.ndarray
+    digests: tuple[str, ...] = field(default=(), kw_only=True)
+    """Of the three vectors, if they are known already."""
+
+    @property
+    def vectors(self) -> dict[str, np.ndarray]:
+        return {"theta": self.theta, "momentum": self.momentum, "published": self.published}
+
+    @property
+    def digest(self) -> str:
+        """Digest of every bit: two states are equal exactly if their digests are."""
+        digests = self.digests or map(vector_digest, self.vectors.values())
+        return state_digest(dict(zip(self.vectors, digests, strict=True)))
+
+
+def safetensors_header(shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a safetensors file of float32 tensors, which follow in this order."""
+    header: dict[str, object] = {"__metadata__": metadata}
+    offset = 0
+    for name, shape in shapes.items():
+        stop = offset + 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # Readers may map the numbers, so they start aligned.
+    return len(text).to_bytes(8, "little") + text
+
+
+def encode(state: StoredState, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+    """The file of a state, in pieces: the vectors are not copied."""
+    vectors = {name: np.ascontiguousarray(getattr(state, name), "<f4") for name in VECTORS}
+    head = safetensors_header({name: vector.shape for name, vector in vectors.items()}, metadata)
+    return [head, *(vector.view(np.uint8).data for vector in vectors.values())]
+
+
+def decode(data: memoryview) -> tuple[StoredState, dict[str, str]]:
+    """The state in a file and its metadata; ValueError if it is not such a file."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8 : 8 + length]))
+    try:
+        metadata, vectors, offset = header.pop("__metadata__"), {}, 8 + length
+        for name in VECTORS:
+            entry = header.pop(name)
+            (size,), (start, stop) = entry["shape"], entry["data_offsets"]
+            if entry["dtype"] != "F32" or (offset, 4 * size) != (8 + length + start, stop - start):
+                raise ValueError(f"the header does not describe its {name}")
+            vectors[name] = np.frombuffer(data, "<f4", size, offset).copy() if size else _EMPTY
+            offset += 4 * size
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"the header is not that of a state: {error!r}") from error
+    if header or offset != len(data):
+        raise ValueError("the file does not end with its last vector")
+    return StoredState(**vectors), metadata
+
+
+_EMPTY = np.zeros(0, np.float32)
