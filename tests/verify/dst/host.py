@@ -47,6 +47,10 @@ class Deaths:
     """Seconds after the second start within which the power goes."""
 
 
+def _silent(message: str) -> None:
+    """In the place of the server's log."""
+
+
 class Host:
     """Where the server runs."""
 
@@ -180,7 +184,7 @@ class Host:
             (lifecycle, "refuse_open"): lambda taken, certificates: None,
             (lifecycle, "TlsListener"): partial(Listener, self),
             (lifecycle, "_watch_signals"): lambda coordinator: None,
-            (lifecycle, "say"): lambda text: None,
+            (lifecycle, "log"): SimpleNamespace(info=_silent, warning=_silent),
             (lifecycle, "open_coordinator"): self._open,
             (run_identity, "secrets"): SimpleNamespace(
                 token_hex=lambda n: self.rng.randbytes(n).hex()
