@@ -26,7 +26,7 @@ from diloco_cli.assemble import load_run, spelled_out
 from diloco_cli.errors import RunFailed
 from diloco_cli.launch.roles import serve_role, work_role
 from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
-from diloco_cli.observe.event_reader import EVERYTHING, newest_id
+from diloco_cli.observe.event_file import EVERYTHING, newest_id
 from diloco_cli.observe.events import Event, read_events
 from diloco_cli.run.folder import address_of
 from diloco_cli.run.scaffold import TEMPLATES

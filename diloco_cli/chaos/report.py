@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from diloco_cli.chaos.inflict import InflictedFault
 from diloco_cli.observe.events import Event
+from diloco_cli.observe.metrics import participation, recoveries
+from diloco_cli.observe.status import Status
 from diloco_cli.spec.fault_kinds import FAULT_KINDS, KILLS
 from diloco_cli.spec.schema import RunSpec
 
 Seconds = float
-PARTS = ("detect", "start", "compile", "fetch")
 
 
 @dataclass(frozen=True)
@@ -29,22 +30,17 @@ class Span:
     began: Seconds
     """Seconds since 1970."""
     seconds: Seconds
-    before: Mapping[str, Any]
-    after: Mapping[str, Any]
+    before: Status
+    after: Status
 
     def trained(self) -> float:
-        return _of(self.after, "trained") - _of(self.before, "trained")
+        return self.after.tokens.trained - self.before.tokens.trained
 
     def applied(self) -> float:
         """Tokens of this time alone: what was trained before it and applied within is left out,
         and what is still pending at its end does not count."""
-        return (
-            _of(self.after, "applied") - _of(self.before, "applied") - _of(self.before, "pending")
-        )
-
-
-def _of(status: Mapping[str, Any], fate: str) -> float:
-    return (status.get("tokens") or {}).get(fate) or 0.0
+        before = self.before.tokens
+        return self.after.tokens.applied - before.applied - before.pending
 
 
 def fault_free_rate(spec: RunSpec) -> float | None:
@@ -79,43 +75,41 @@ def aftermath(
         "tokens": {
             "trained": round(trained, 1),
             "applied": round(applied, 1),
-            "pending": round(_of(span.after, "pending"), 1),
+            "pending": round(span.after.tokens.pending, 1),
             "fault_free": fault_free and round(fault_free, 1),
         },
         "goodput": {
             "time": trained / fault_free if fault_free else None,
             "tokens": applied / fault_free if fault_free else None,
-            "participation": participation(spec, [e for e in seen if e.time <= ends]),
+            "participation": _participation(spec, [e for e in seen if e.time <= ends]),
         },
         "blocked": _blocked(span.after),
-        "recovery": recoveries(faults),
+        "recovery": recoveries([fault["recovery"] for fault in faults if "recovery" in fault]),
         "loss": {
-            "heldout": (span.after.get("loss") or {}).get("heldout"),
+            "heldout": span.after.loss.heldout,
             "curve": loss_curve(seen, span),
         },
     }
 
 
-def _blocked(status: Mapping[str, Any]) -> float | None:
-    """Mean over regions of the share of training time that the exchange held up."""
-    regions = status.get("regions") or []
-    shares = [one["blocked"] for one in regions if one.get("blocked") is not None]
+def _blocked(status: Status) -> float | None:
+    """Mean over regions of the share of training time that the exchange blocked."""
+    shares = [region.blocked for region in status.regions if region.blocked is not None]
     return statistics.mean(shares) if shares else None
 
 
-def participation(spec: RunSpec, events: Iterable[Event]) -> float | None:
-    """Mean over rounds of the share of regions that are in them."""
-    shares = [
-        len(event.fields["members"]) / len(spec.regions)
+def _participation(spec: RunSpec, events: Iterable[Event]) -> float | None:
+    rounds = [
+        len(event.fields["members"])
         for event in events
         if event.kind == "published" and "members" in event.fields
     ]
-    return statistics.mean(shares) if shares else None
+    return participation(len(rounds), sum(rounds), len(spec.regions))
 
 
 def loss_curve(events: Iterable[Event], span: Span) -> list[list[float]]:
     """Held-out loss over applied tokens and seconds."""
-    applied = before = (span.before.get("tokens") or {}).get("applied") or 0.0
+    applied = before = span.before.tokens.applied
     curve = []
     for event in events:
         if event.kind == "published" and event.fields.get("tokens") is not None:
@@ -157,29 +151,3 @@ def _with_recovery(
             recovery[name] = float(step.fields[key])
     recovery["total"] = step.time - struck.wall
     return {**record, "recovery": {key: round(value, 3) for key, value in recovery.items()}}
-
-
-def recoveries(faults: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums up how long it took from a kill to the next finished step."""
-    found = [fault["recovery"] for fault in faults if fault.get("recovery")]
-    totals = [each["total"] for each in found]
-    parts = {part: [each[part] for each in found if part in each] for part in PARTS}
-    return {
-        "count": len(totals),
-        **{name: quantile(totals, share) for name, share in (("p50", 0.5), ("p95", 0.95))},
-        "max": max(totals, default=None),
-        "parts": {
-            part: {"p50": quantile(values, 0.5), "p95": quantile(values, 0.95)}
-            for part, values in parts.items()
-        },
-    }
-
-
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that so large a share of all does not exceed."""
-    if not values:
-        return None
-    ranked = sorted(values)
-    # Rounded first: 0.95 × 20 is a hair above 19.
-    rank = math.ceil(round(share * len(ranked), 9))
-    return ranked[max(1, rank) - 1]

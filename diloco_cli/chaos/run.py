@@ -23,6 +23,7 @@ from diloco_cli.errors import RunFailed, SpecError
 from diloco_cli.launch.subprocesses import LocalLauncher
 from diloco_cli.launch.supervise import Patience, Supervisor
 from diloco_cli.observe.events import read_events
+from diloco_cli.observe.status import Status
 from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run.ask import ShortCalls
 from diloco_cli.run.find_credential import for_run
@@ -156,8 +157,8 @@ class FaultWatcher:
     ) -> None:
         self._run = run
         self.inflictor = FaultInflictor(faults, self, links, seconds, report=self._report)
-        self._before: dict[str, Any] = {}
-        self._after: dict[str, Any] = {}
+        self._before: Status | None = None
+        self._after: Status | None = None
         self._ended = 0.0
 
     @property
@@ -169,13 +170,13 @@ class FaultWatcher:
 
     def span(self) -> Span | None:
         """The time the record is about; None if no fault schedule began."""
-        inflictor = self.inflictor
-        if inflictor.began is None:
+        inflictor, before, after = self.inflictor, self._before, self._after or self._run.status
+        if inflictor.began is None or before is None or after is None:
             return None
         seconds = (self._ended or time.monotonic()) - inflictor.began
-        return Span(inflictor.began_wall, seconds, self._before, self._after or self._run.status)
+        return Span(inflictor.began_wall, seconds, before, after)
 
-    def reason_to_stop(self, fresh: dict[str, Any] | None) -> str:
+    def reason_to_stop(self, fresh: Status | None) -> str:
         now = time.monotonic()
         if self.inflictor.began is None:
             self._begin_when_all_step(fresh, now)
@@ -201,9 +202,8 @@ class FaultWatcher:
         self._after = self._after or self._run.status
         self._end_faults()
 
-    def _begin_when_all_step(self, fresh: dict[str, Any] | None, now: float) -> None:
-        regions = (fresh or {}).get("regions") or []
-        idle = [region["name"] for region in regions if not region.get("step")]
+    def _begin_when_all_step(self, fresh: Status | None, now: float) -> None:
+        idle = [region.name for region in fresh.regions if not region.step] if fresh else []
         if fresh and not idle:
             self.inflictor.begin(now)
             self._before = fresh

@@ -6,9 +6,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +15,7 @@ from diloco_cli.cli.spec import Format, OutputFormat
 from diloco_cli.run.find_credential import CertsOption, for_asking
 
 if TYPE_CHECKING:
+    from diloco_cli.observe.status import LastKnown, Status, Summary
     from diloco_cli.run.ask import ShortCalls
     from diloco_cli.run.folder import Target
 
@@ -28,7 +28,6 @@ TargetArgument = Annotated[
     ),
 ]
 
-ENDED = ("finished", "stopped")
 WATCH_SECONDS = 2.0
 
 
@@ -145,7 +144,7 @@ def pull(
     typer.echo(out)
 
 
-def _asked(found: Target, asking: ShortCalls) -> dict[str, Any]:
+def _asked(found: Target, asking: ShortCalls) -> Status:
     from diloco_cli.errors import LinkError
     from diloco_cli.run.folder import is_a_regions, server_elsewhere
     from diloco_cli.system.locks import FileLock
@@ -158,13 +157,13 @@ def _asked(found: Target, asking: ShortCalls) -> dict[str, Any]:
     return asking.status(found.url)
 
 
-def _print_status(document: dict[str, Any], format: Format) -> None:
+def _print_status(status: Status, format: Format) -> None:
     if format is Format.json:
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo(json.dumps(status.plain(), indent=2))
         return
     from diloco_cli.observe.terminal import display, status_view
 
-    display(status_view(document))
+    display(status_view(status))
 
 
 def _watch(found: Target, asking: ShortCalls, format: Format) -> None:
@@ -172,30 +171,32 @@ def _watch(found: Target, asking: ShortCalls, format: Format) -> None:
     from diloco_cli.observe.terminal import ProgressDisplay, to_stdout
     from diloco_cli.run.folder import last_summary
 
-    document, since = _asked(found, asking), ""
+    status, since, summary = _asked(found, asking), "", None
     with ProgressDisplay(to_stdout()) as progress:
-        while not _is_over(document):
-            shown = document
+        while not status.over:
+            shown = status
             if since:
-                why = f"since {since}, trying again; Ctrl-C ends this"
-                shown = {**document, "state": "server away", "why": why, "reachable": False}
+                why = f"since {since}, retrying; Ctrl-C ends this"
+                away = {"state": "server away", "why": why, "reachable": False}
+                shown = status.model_copy(update=away)
             if format is Format.json:
-                typer.echo(json.dumps(shown))
+                typer.echo(json.dumps(shown.plain()))
             else:
                 progress.show(shown)
             time.sleep(WATCH_SECONDS)
             fresh = _asked_again(found, asking)
             since = "" if fresh else since or time.strftime("%H:%M:%S")
-            document = fresh or document
-            if not fresh and found.folder and _is_over(last_summary(found.folder)):
+            status = fresh or status
+            summary = last_summary(found.folder) if found.folder and not fresh else None
+            if summary and summary.over:
                 break
-    if since and found.folder:
-        _print_summary(last_summary(found.folder), format)
+    if summary:
+        _print_summary(summary, format)
     else:
-        _print_status(document, format)
+        _print_status(status, format)
 
 
-def _asked_again(found: Target, asking: ShortCalls) -> dict[str, Any] | None:
+def _asked_again(found: Target, asking: ShortCalls) -> Status | None:
     """Asks wherever the server listens now; None while it does not answer."""
     from diloco_cli.errors import LinkError, WireError
     from diloco_cli.run.folder import address_of
@@ -207,11 +208,6 @@ def _asked_again(found: Target, asking: ShortCalls) -> dict[str, Any] | None:
         return None
 
 
-def _is_over(document: Mapping[str, Any]) -> bool:
-    """Says whether nothing more will come; a server that stopped alone is started again."""
-    return document.get("state") in ENDED and not document.get("regions_go_on")
-
-
 def _print_last_known(found: Target, format: Format, error: Exception) -> None:
     """Says what the folder still knows; a run that has ended needs no server to be known."""
     from diloco_cli.run.folder import last_summary
@@ -219,20 +215,21 @@ def _print_last_known(found: Target, format: Format, error: Exception) -> None:
 
     if found.folder is None:
         raise error
-    known = last_summary(found.folder)
-    ended = known.get("state") in ENDED
-    _print_summary(known or known_without_server(found.folder), format)
-    if not ended:
+    summary = last_summary(found.folder)
+    _print_summary(summary or known_without_server(found.folder), format)
+    if summary is None or not summary.ended:
         raise error
 
 
-def _print_summary(known: Mapping[str, Any], format: Format) -> None:
+def _print_summary(document: Summary | LastKnown, format: Format) -> None:
     if format is Format.json:
-        typer.echo(json.dumps({**known, "reachable": False}, indent=2))
+        typer.echo(json.dumps({**document.plain(), "reachable": False}, indent=2))
         return
-    from diloco_cli.observe.terminal import display, summary_view
+    from diloco_cli.observe.status import Summary
+    from diloco_cli.observe.terminal import display, last_known_view, summary_view
 
-    display(summary_view(known))
+    is_summary = isinstance(document, Summary)
+    display(summary_view(document) if is_summary else last_known_view(document))
 
 
 def _await_end(found: Target, asking: ShortCalls, seconds: float) -> None:

@@ -28,6 +28,7 @@ from diloco_cli.net.connection import Connection
 from diloco_cli.net.options import DEFAULTS, Options
 from diloco_cli.net.refusal import FencedError, Gone, Held, OlderCopy, other_wire, read, refusal
 from diloco_cli.net.transfer.bodies import Transfer
+from diloco_cli.observe.status import Status
 from diloco_cli.wire import messages
 from diloco_cli.wire.frame import Frame, most_bytes, open_frame, read_chain
 from diloco_cli.wire.messages import (
@@ -133,8 +134,11 @@ class Client:
         path = messages.fragment_path(fragment, after=after, wait=wait)
         return self._wait(path, Latest, wait)
 
-    def status(self) -> dict[str, Any]:
-        return self._document("GET", messages.STATUS)
+    def status(self) -> Status:
+        def receive(response: httpx.Response) -> Status:
+            return Status.read(read(self.url, response, MOST_ANSWER_BYTES))
+
+        return self._control.call("GET", messages.STATUS, receive, headers=self.headers())
 
     def stop(self) -> dict[str, Any]:
         """Asks for a graceful stop of the whole run."""

@@ -1,4 +1,4 @@
-"""A plain page that tells the truth about a run.
+"""The status of a run as one HTML page.
 
 Rendered whole on the server, so it also reads well in a text browser; a few lines of
 inline script swap in a fresh copy every two seconds. No outside resources, no framework.
@@ -6,12 +6,11 @@ inline script swap in a fresh copy every two seconds. No outside resources, no f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
-from diloco_cli.observe.metrics import GOODPUTS, warnings
-from diloco_cli.observe.units import amount, bits, bytes_, loss, percent, seconds, state_of
+from diloco_cli.observe.metrics import warnings
+from diloco_cli.observe.status import Goodputs, RegionStatus, Status
+from diloco_cli.observe.units import amount, bits, bytes_, loss, percent, seconds
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --bad: #cf222e; }
@@ -42,7 +41,7 @@ async function refresh() {
     note.textContent = ''; note.className = '';
     if (['finished', 'stopped'].includes(status.state)) return;
   } catch (error) {
-    note.textContent = 'The server does not answer; this is the last it said.';
+    note.textContent = 'The server does not answer; this is its last answer.';
     note.className = 'stale';
   }
   setTimeout(refresh, 2000);
@@ -50,88 +49,75 @@ async function refresh() {
 setTimeout(refresh, 2000);
 """
 
-Status = Mapping[str, Any]
-
 
 def page(status: Status) -> str:
     """Renders a status document as one self-contained HTML page."""
-    name = escape(str(status.get("name") or status.get("run") or "run"))
-    state = escape(str(status.get("state", "unknown")))
+    title = f"{escape(status.name)}: {escape(status.state)}"
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{name}: {state}</title><style>{_STYLE}</style></head><body>"
-        f"<p id='link'></p><main id='live'>{_live(status, name, state)}</main>"
+        f"<title>{title}</title><style>{_STYLE}</style></head><body>"
+        f"<p id='link'></p><main id='live'><h1>{title}</h1>{_live(status)}</main>"
         f"{_links()}<script>{_SCRIPT}</script></body></html>\n"
     )
 
 
-def _live(status: Status, name: str, state: str) -> str:
-    tokens = status.get("tokens") or {}
-    applied, budget = tokens.get("applied") or 0, tokens.get("budget") or 0
+def _live(status: Status) -> str:
+    tokens = status.tokens
+    why = f"<p>{escape(status.why)}</p>" if status.why else ""
+    alarms = "".join(f"<p class='no'>! {escape(alarm)}</p>" for alarm in warnings(status))
     return (
-        f"<h1>{name}: {state}</h1>"
-        f"<p class='quiet'>run {escape(str(status.get('run', '')))}</p>{_why(status)}"
-        f"<progress max='{float(budget) or 1}' value='{float(applied)}'></progress>"
-        f"<p>{amount(applied)} of {amount(budget)} tokens applied</p>"
-        f"{_facts(status)}{_regions(status.get('regions') or [])}"
+        f"<p class='quiet'>run {escape(status.run)}</p>{why}{alarms}"
+        f"<progress max='{float(tokens.budget)}' value='{tokens.applied}'></progress>"
+        f"<p>{amount(tokens.applied)} of {amount(tokens.budget)} tokens applied</p>"
+        f"{_facts(status)}{_regions(status)}"
     )
-
-
-def _why(status: Status) -> str:
-    why = f"<p>{escape(str(status['why']))}</p>" if status.get("why") else ""
-    return why + "".join(f"<p class='no'>! {escape(alarm)}</p>" for alarm in warnings(status))
 
 
 def _facts(status: Status) -> str:
-    losses, wire = status.get("loss") or {}, status.get("wire") or {}
-    tokens, goodputs = status.get("tokens") or {}, status.get("goodputs") or {}
+    losses, wire, tokens = status.loss, status.wire, status.tokens
     facts = [
-        ("held-out loss", loss(losses.get("heldout"))),
-        ("training loss", loss(losses.get("train"))),
-        ("outer steps", amount(status.get("outer_steps"))),
-        ("bits a parameter, up", bits(wire.get("bits_per_parameter_up"))),
-        ("bits a parameter, down", bits(wire.get("bits_per_parameter_down"))),
-        ("moved up / down", f"{bytes_(wire.get('bytes_up'))} / {bytes_(wire.get('bytes_down'))}"),
-        ("goodput", percent(status.get("goodput"))),
-        *((f"goodput: {name}", percent(goodputs.get(name))) for name in GOODPUTS),
-        ("tokens pending", amount(tokens.get("pending"))),
-        ("tokens refused", amount(tokens.get("refused"))),
-        ("tokens discarded", amount(tokens.get("discarded"))),
+        ("held-out loss", loss(losses.heldout)),
+        ("training loss", loss(losses.train)),
+        ("outer steps", amount(status.outer_steps)),
+        ("bits per parameter, up", bits(wire.bits_per_parameter_up)),
+        ("bits per parameter, down", bits(wire.bits_per_parameter_down)),
+        ("moved up / down", f"{bytes_(wire.bytes_up)} / {bytes_(wire.bytes_down)}"),
+        ("goodput", percent(status.goodput)),
+        *((f"goodput: {n}", percent(getattr(status.goodputs, n))) for n in Goodputs.model_fields),
+        ("tokens pending", amount(tokens.pending)),
+        ("tokens refused", amount(tokens.refused)),
+        ("tokens discarded", amount(tokens.discarded)),
     ]
-    return (
-        "<div class='facts'>"
-        + "".join(f"<div>{escape(label)}<b>{escape(value)}</b></div>" for label, value in facts)
-        + "</div>"
-    )
+    boxes = "".join(f"<div>{label}<b>{value}</b></div>" for label, value in facts)
+    return f"<div class='facts'>{boxes}</div>"
 
 
-def _regions(regions: Sequence[Status]) -> str:
+def _regions(status: Status) -> str:
     heads = ("region", "state", "step", "loss", "tokens/s", "share", "behind", "last merged")
     head = "".join(f"<th>{text}</th>" for text in heads)
-    rows = "".join(_region(region) for region in regions)
+    rows = "".join(_region(region) for region in status.regions)
     return (
         f"<h2>Regions</h2><div class='wide'><table><thead><tr>{head}</tr></thead>"
-        f"<tbody>{rows or '<tr><td colspan=8>none has joined yet</td></tr>'}</tbody></table></div>"
+        f"<tbody>{rows}</tbody></table></div>"
     )
 
 
-def _region(region: Status) -> str:
-    word = state_of(region)
-    mood = {"contributing": "yes", "done": "yes", "away": "no", "failed": "no"}.get(word, "")
-    why = escape(str(region.get("why") or ""))
+def _region(region: RegionStatus) -> str:
+    state = region.state
+    mood = {"contributing": "yes", "done": "yes", "away": "no", "failed": "no"}.get(state, "")
     cells = (
-        amount(region.get("step")),
-        loss(region.get("loss")),
-        amount(region.get("tokens_per_second")),
-        percent(region.get("share")),
-        amount(region.get("staleness")),
-        seconds(region.get("last_merged_seconds")),
+        amount(region.step),
+        loss(region.loss),
+        amount(region.tokens_per_second),
+        percent(region.share),
+        amount(region.staleness),
+        seconds(region.last_merged_seconds),
     )
     return (
-        f"<tr><td>{escape(str(region.get('name', '?')))}</td>"
-        f"<td><span class='{mood}'>{escape(word)}</span> <span class='quiet'>{why}</span></td>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        f"<tr><td>{escape(region.name)}</td><td><span class='{mood}'>{state}</span> "
+        f"<span class='quiet'>{escape(region.why)}</span></td>"
+        + "".join(f"<td>{cell}</td>" for cell in cells)
         + "</tr>"
     )
 

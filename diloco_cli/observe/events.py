@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.observe.event_file import EventFile
-from diloco_cli.observe.event_reader import EVERYTHING, EventReader
+from diloco_cli.observe.event_file import EVERYTHING, EventFile, EventReader
 
 MOST_BYTES = 64 << 20
 LARGEST_LINE = 4096
@@ -42,7 +41,7 @@ KINDS: Mapping[str, EventKind] = {
         "a process of the run began", ("run", "name", "url", "version", "resumed")
     ),
     "run-finished": EventKind("the budget is spent and everything is merged", ("why", "tokens")),
-    "run-stopped": EventKind("somebody stopped the run before its end", ("why",)),
+    "run-stopped": EventKind("the run was stopped before its end", ("why",)),
     "run-ended": EventKind(
         "the budget is reached; what is held is being drained", ("why", "tokens")
     ),

@@ -10,9 +10,8 @@ from __future__ import annotations
 import io
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -20,10 +19,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco_cli.observe.metrics import GOODPUTS, seconds_left, warnings
-from diloco_cli.observe.units import amount, bits, bytes_, loss, percent, seconds, state_of
-
-Status = Mapping[str, Any]
+from diloco_cli.observe.metrics import seconds_left, warnings
+from diloco_cli.observe.status import (
+    Goodputs,
+    LastKnown,
+    LossStatus,
+    RegionStatus,
+    RunTokens,
+    Status,
+    Summary,
+)
+from diloco_cli.observe.units import amount, bits, bytes_, loss, percent, seconds
 
 PLAIN_LINE_SECONDS = 10.0
 RATE_WINDOW_SECONDS = 120.0
@@ -33,6 +39,7 @@ UNLIMITED = 10_000
 _COLOURS = {
     "contributing": "green",
     "training": "yellow",
+    "starting": "cyan",
     "idle": "yellow",
     "away": "red",
     "failed": "red",
@@ -41,6 +48,9 @@ _COLOURS = {
     "finished": "green",
     "stopped": "yellow",
 }
+
+
+_UNAPPLIED = ("pending", "refused", "discarded")
 
 
 def to_people() -> Console:
@@ -71,90 +81,96 @@ def status_view(status: Status, *, left: float | None = None) -> RenderableType:
 
 def plain_line(status: Status, *, left: float | None = None) -> str:
     """Says the same in one line, for logs."""
-    tokens, losses = status.get("tokens") or {}, status.get("loss") or {}
-    wire = status.get("wire") or {}
-    why = f" ({status['why']})" if status.get("why") else ""
+    tokens, wire = status.tokens, status.wire
+    why = f" ({status.why})" if status.why else ""
     parts = [
-        f"{status.get('state', 'unknown')}{why}",
-        f"{amount(tokens.get('applied'))} of {amount(tokens.get('budget'))} tokens"
-        f" ({percent(_share(tokens))})",
-        f"held-out {loss(losses.get('heldout'))}",
-        f"outer steps {amount(status.get('outer_steps'))}",
-        f"bits/param {bits(wire.get('bits_per_parameter_up'))} up"
-        f" {bits(wire.get('bits_per_parameter_down'))} down",
-        *(_region_line(region) for region in status.get("regions") or []),
+        f"{status.state}{why}",
+        f"{_progress(tokens)} ({percent(_share(tokens))})",
+        f"held-out {loss(status.loss.heldout)}",
+        f"outer steps {amount(status.outer_steps)}",
+        f"bits/param {bits(wire.bits_per_parameter_up)} up"
+        f" {bits(wire.bits_per_parameter_down)} down",
+        *(_region_line(region) for region in status.regions),
     ]
     if left is not None:
         parts.append(f"{seconds(left)} left")
     return " | ".join([*parts, *(f"! {warning}" for warning in warnings(status))])
 
 
-def summary_view(summary: Mapping[str, Any]) -> RenderableType:
+def summary_view(summary: Summary) -> RenderableType:
     """Draws what a run came to, from summary.json."""
+    return _rows(summary_rows(summary))
+
+
+def last_known_view(known: LastKnown) -> RenderableType:
+    """Draws what the run log still tells of a run."""
+    tokens = known.tokens
+    return _rows(
+        [
+            ("state", _because(known.state, known.why)),
+            ("held-out loss", _losses(known.loss)),
+            (
+                "tokens applied",
+                f"{amount(tokens.get('applied'))} of {amount(tokens.get('budget'))}",
+            ),
+            ("outer steps", amount(known.outer_steps)),
+            ("on the wire", f"{bytes_(known.wire.get('bytes_up'))} up"),
+            ("wall time", seconds(known.wall_seconds)),
+            *((name, _out_of_reach(since)) for name, since in known.away.items()),
+        ]
+    )
+
+
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    rows = [
+        ("state", _because(summary.state, summary.why)),
+        ("held-out loss", _losses(summary.loss)),
+    ]
+    if tokens := summary.tokens:
+        fates = ", ".join(f"{amount(getattr(tokens, fate))} {fate}" for fate in _UNAPPLIED)
+        applied = f"{amount(tokens.applied)} of {amount(tokens.budget)} ({fates})"
+        rows.append(("tokens applied", applied))
+    rows.append(("outer steps", amount(summary.outer_steps)))
+    if wire := summary.wire:
+        up = f"{bytes_(wire.bytes_up)} up at {bits(wire.bits_per_parameter_up)}"
+        down = f"{bytes_(wire.bytes_down)} down at {bits(wire.bits_per_parameter_down)}"
+        rows.append(("on the wire", f"{up}, {down} bits per parameter"))
+    return [
+        *rows,
+        ("goodput", f"{percent(summary.goodput)}{_of_what(summary.goodputs)}"),
+        ("wall time", seconds(summary.wall_seconds)),
+        *(
+            (name, f"failed: {_clause(region.failed)}; it gave {amount(region.applied)} tokens")
+            for name, region in summary.regions.items()
+            if region.failed
+        ),
+    ]
+
+
+def _rows(rows: Iterable[tuple[str, str]]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    for label, value in summary_rows(summary):
+    for label, value in rows:
         table.add_row(Text(label, style="dim"), value)
     return table
 
 
-def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    tokens, wire = summary.get("tokens") or {}, summary.get("wire") or {}
-    fates = [f"{amount(tokens.get(fate))} {fate}" for fate in ("pending", "refused", "discarded")]
-    why = f": {summary['why']}" if summary.get("why") else ""
-    return [
-        ("state", f"{summary.get('state', 'unknown')}{why}"),
-        ("held-out loss", _losses(summary.get("loss") or {})),
-        (
-            "tokens applied",
-            f"{amount(tokens.get('applied'))} of {amount(tokens.get('budget'))}"
-            f" ({', '.join(fates)})",
-        ),
-        ("outer steps", amount(summary.get("outer_steps"))),
-        (
-            "on the wire",
-            f"{bytes_(wire.get('bytes_up'))} up at {bits(wire.get('bits_per_parameter_up'))},"
-            f" {bytes_(wire.get('bytes_down'))} down at"
-            f" {bits(wire.get('bits_per_parameter_down'))} bits a parameter",
-        ),
-        ("goodput", f"{percent(summary.get('goodput'))}{_of_what(summary)}"),
-        ("wall time", seconds(summary.get("wall_seconds"))),
-        *((str(name), told) for name, told in _fallen(summary)),
-        *((str(name), told) for name, told in _away(summary)),
-    ]
+def _because(state: str, why: str) -> str:
+    return f"{state}: {why}" if why else state
 
 
-def _of_what(document: Mapping[str, Any]) -> str:
+def _of_what(goodputs: Goodputs) -> str:
     """Says the three goodputs, each with what it is a share of; nothing if none is known."""
-    found = document.get("goodputs") or {}
-    known = [f"{name} {percent(found[name])}" for name in GOODPUTS if found.get(name) is not None]
-    return f" ({', '.join(known)})" if known else ""
+    shares = [f"{name} {percent(share)}" for name, share in goodputs if share is not None]
+    return f" ({', '.join(shares)})" if shares else ""
 
 
-def _fallen(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Says which regions failed for good, and what they gave before."""
-    regions = summary.get("regions") or {}
-    every = regions.items() if isinstance(regions, Mapping) else ()
-    return [
-        (name, f"failed: {_clause(about['failed'])}; it gave {amount(about.get('applied'))} tokens")
-        for name, about in every
-        if isinstance(about, Mapping) and about.get("failed")
-    ]
+def _out_of_reach(since: float) -> str:
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
+    return f"the server is out of reach since {clock}; it trains on and keeps its work"
 
 
-def _away(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Says since when regions on this host do not reach the server, which may be elsewhere."""
-    return [
-        (name, f"the server is out of reach since {_clock(when)}; it trains on and keeps its work")
-        for name, when in (summary.get("away") or {}).items()
-    ]
-
-
-def _clock(when: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
-
-
-def _clause(sentence: Any) -> str:
-    return str(sentence).removesuffix(".")
+def _clause(sentence: str) -> str:
+    return sentence.removesuffix(".")
 
 
 class ProgressDisplay:
@@ -201,71 +217,65 @@ class ProgressDisplay:
             self.say(plain_line(status, left=left))
 
     def _time_left(self, status: Status, now: float) -> float | None:
-        tokens = status.get("tokens") or {}
-        applied, budget = tokens.get("applied"), tokens.get("budget")
+        applied = status.tokens.applied
         # The first tokens come after compiling, which says nothing about the pace.
-        if not applied or not budget or status.get("state") != "training":
+        if not applied or status.state != "training":
             return None
         # Only changes are points: between two outer steps nothing is applied, and a clock
         # that runs on without new tokens would make the estimate swing.
         if not self._points or applied != self._points[-1][1]:
-            self._points.append((now, float(applied)))
+            self._points.append((now, applied))
         while len(self._points) > 2 and now - self._points[0][0] > RATE_WINDOW_SECONDS:
             self._points.popleft()
-        return seconds_left(self._points, budget)
+        return seconds_left(self._points, status.tokens.budget)
 
 
 def _headline(status: Status, left: float | None) -> RenderableType:
-    tokens = status.get("tokens") or {}
-    state = str(status.get("state", "unknown"))
     title = Text()
-    title.append(str(status.get("name") or status.get("run") or "run"), style="bold")
-    title.append(f"  {state}", style=_COLOURS.get(state, "cyan"))
-    if url := status.get("url"):
-        title.append(f"  {url}", style="dim")
-    if why := status.get("why"):
-        title.append(f"\n{why}", style="dim")
-    told = f"{amount(tokens.get('applied'))} of {amount(tokens.get('budget'))} tokens"
+    title.append(status.name, style="bold")
+    title.append(f"  {status.state}", style=_COLOURS.get(status.state, "cyan"))
+    title.append(f"  {status.url}", style="dim")
+    if status.why:
+        title.append(f"\n{status.why}", style="dim")
+    progress = _progress(status.tokens)
     if left is not None:
-        told += f", {seconds(left)} left"
-    done = min(1.0, _share(tokens) or 0.0)
-    return Group(title, _Bar(done, told))
+        progress += f", {seconds(left)} left"
+    return Group(title, _Bar(min(1.0, _share(status.tokens)), progress))
 
 
 @dataclass(frozen=True)
 class _Bar:
-    """A bar that fills the window with what is told beside it; without a window, a share."""
+    """A bar that fills the window, with text beside it; without a window, a percentage."""
 
     done: float
-    told: str
+    text: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if options.max_width >= UNLIMITED:
-            yield Text(f"{percent(self.done)}, {self.told}")
+            yield Text(f"{percent(self.done)}, {self.text}")
             return
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
-        bar.add_row(ProgressBar(total=1.0, completed=self.done), self.told)
+        bar.add_row(ProgressBar(total=1.0, completed=self.done), self.text)
         yield bar
 
 
 def _figures(status: Status) -> RenderableType:
-    losses, wire = status.get("loss") or {}, status.get("wire") or {}
-    tokens = status.get("tokens") or {}
+    wire, tokens = status.wire, status.tokens
     facts = [
-        f"held-out loss {loss(losses.get('heldout'))}",
-        f"outer steps {amount(status.get('outer_steps'))}",
-        f"goodput {percent(status.get('goodput'))}{_of_what(status)}",
+        f"held-out loss {loss(status.loss.heldout)}",
+        f"outer steps {amount(status.outer_steps)}",
+        f"goodput {percent(status.goodput)}{_of_what(status.goodputs)}",
     ]
     # Two lines, so that neither is wrapped in a window of 80 columns.
     moved = [
-        f"bits/param {bits(wire.get('bits_per_parameter_up'))} up,"
-        f" {bits(wire.get('bits_per_parameter_down'))} down",
+        f"bits/param {bits(wire.bits_per_parameter_up)} up,"
+        f" {bits(wire.bits_per_parameter_down)} down",
         *(
-            f"{amount(tokens[fate])} {fate}"
-            for fate in ("pending", "refused", "discarded")
-            if tokens.get(fate)
+            f"{amount(getattr(tokens, fate))} {fate}"
+            for fate in _UNAPPLIED
+            if getattr(tokens, fate)
         ),
     ]
     return Text(" · ".join(facts) + "\n" + " · ".join(moved))
@@ -277,55 +287,54 @@ def _regions(status: Status) -> RenderableType:
     for heading in ("step", "loss", "tok/s", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("state", overflow="fold")
-    for region in status.get("regions") or []:
-        word = state_of(region)
-        told = Text(word, style=_COLOURS[word])
+    for region in status.regions:
+        state = Text(region.state, style=_COLOURS[region.state])
         if why := _reason(region):
-            told.append(f": {why}", style="dim")
-        if region.get("restarts"):
-            told.append(f" ({region['restarts']} restarts)", style="yellow")
+            state.append(f": {why}", style="dim")
+        if region.restarts:
+            state.append(f" ({region.restarts} restarts)", style="yellow")
         table.add_row(
-            Text(str(region.get("name", "?"))),
-            amount(region.get("step")),
-            loss(region.get("loss")),
-            amount(region.get("tokens_per_second")),
-            percent(region.get("share")),
-            told,
+            Text(region.name),
+            amount(region.step),
+            loss(region.loss),
+            amount(region.tokens_per_second),
+            percent(region.share),
+            state,
         )
     return table
 
 
-def _region_line(region: Status) -> str:
-    word = state_of(region)
-    why = f" ({reason})" if (reason := _reason(region)) and word != "contributing" else ""
+def _region_line(region: RegionStatus) -> str:
+    reason = "" if region.state == "contributing" else _reason(region)
     return (
-        f"{region.get('name', '?')}: {word}{why}, step {amount(region.get('step'))},"
-        f" loss {loss(region.get('loss'))}, {amount(region.get('tokens_per_second'))} tok/s,"
-        f" share {percent(region.get('share'))}"
+        f"{region.name}: {region.state}{f' ({reason})' if reason else ''},"
+        f" step {amount(region.step)}, loss {loss(region.loss)},"
+        f" {amount(region.tokens_per_second)} tok/s, share {percent(region.share)}"
     )
 
 
-def _reason(region: Status) -> str:
+def _reason(region: RegionStatus) -> str:
     """Says what the region waits for; nothing while it trains as it should."""
-    if failed := region.get("failed"):
-        return str(failed)
-    why = str(region.get("why") or "")
-    return "" if why == "training" else why
+    if region.starting or region.why == "training":
+        return region.failed
+    return region.failed or region.why
 
 
 def _states(status: Status) -> tuple[str, ...]:
-    regions: Sequence[Status] = status.get("regions") or []
-    run = (str(status.get("state")), str(bool(status.get("trouble"))))
-    return (*run, *(f"{r.get('name')}={state_of(r)}" for r in regions))
+    regions = (f"{region.name}={region.state}" for region in status.regions)
+    return (status.state, str(bool(status.trouble)), *regions)
 
 
-def _share(tokens: Mapping[str, Any]) -> float | None:
-    applied, budget = tokens.get("applied"), tokens.get("budget")
-    return applied / budget if applied is not None and budget else None
+def _progress(tokens: RunTokens) -> str:
+    return f"{amount(tokens.applied)} of {amount(tokens.budget)} tokens"
 
 
-def _losses(losses: Mapping[str, Any]) -> str:
-    last, first, best = (losses.get(key) for key in ("heldout", "first", "best"))
-    if first is None:
-        return loss(last)
-    return f"{loss(first)} at the start, {loss(last)} at the end, {loss(best)} at best"
+def _share(tokens: RunTokens) -> float:
+    return tokens.applied / tokens.budget
+
+
+def _losses(losses: LossStatus) -> str:
+    if losses.first is None:
+        return loss(losses.heldout)
+    first, last, best = loss(losses.first), loss(losses.heldout), loss(losses.best)
+    return f"{first} at the start, {last} at the end, {best} at best"

@@ -6,8 +6,7 @@ None is always `–`: a figure that is not known is never shown as zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 UNKNOWN = "–"
 
@@ -59,18 +58,6 @@ def bits(value: Number) -> str:
 
 def percent(value: Number) -> str:
     return f"{100 * value:.0f}%" if _known(value) else UNKNOWN
-
-
-def state_of(region: Mapping[str, Any]) -> str:
-    """Names what a region does; alive, training and contributing are three different things."""
-    for word in ("failed", "done", "left"):
-        if region.get(word):
-            return word
-    if not region.get("alive"):
-        return "away"
-    if not region.get("training"):
-        return "idle"
-    return "contributing" if region.get("contributing") else "training"
 
 
 def _known(value: Number) -> TypeGuard[float]:

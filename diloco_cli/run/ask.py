@@ -6,14 +6,18 @@ import http.client
 import json
 import socket
 import ssl
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from diloco_cli.errors import LinkError, WireError
 from diloco_cli.net.client import Client
 from diloco_cli.net.credentials import NOBODY, Credentials, Untrusted
 from diloco_cli.net.options import ONCE, Options, Timeouts
+from diloco_cli.observe.status import Status
 from diloco_cli.wire import messages
+
+T = TypeVar("T")
 
 LONGEST_ABOUT = 1 << 16
 SOON = Timeouts(connect=2.0, answer=5.0)
@@ -27,45 +31,42 @@ class ShortCalls:
         self._options = Options(retry=ONCE, timeouts=SOON, credentials=credentials)
         self._client: Client | None = None
 
-    def status(self, url: str) -> dict[str, Any]:
-        document = self._ask(url, "status")
-        if "state" not in document:
-            raise _somebody_else(url)
-        return document
+    def status(self, url: str) -> Status:
+        return self._ask(url, Client.status)
 
     def stop(self, url: str) -> None:
-        self._ask(url, "stop")
+        self._ask(url, Client.stop)
 
     def close(self) -> None:
         if self._client:
             self._client.close()
             self._client = None
 
-    def _ask(self, url: str, what: str) -> dict[str, Any]:
+    def _ask(self, url: str, call: Callable[[Client], T]) -> T:
         if self._client is None or self._client.url != url:
             self.close()
             self._client = Client(url, self._options)
         try:
-            return getattr(self._client, what)()
+            return call(self._client)
         except LinkError as error:
             # A connection to a server that died is no use to the one that follows it.
             self.close()
             if isinstance(error, Untrusted):
                 raise
-            if "not a diloco server" in error.message or _speaks_of_other_things(url):
-                raise _somebody_else(url) from error
-            # Who asks for the status need not be told to ask for the status.
+            if "not a diloco server" in error.message or _is_another_program(url):
+                raise _not_a_server(url) from error
+            # A hint to run `diloco status` is of no use to `diloco status`.
             hint = HINT if "diloco status" in (error.hint or "") else error.hint
             if "broke" in error.message and _speaks_tls(url):
                 hint = f"It speaks TLS: try https{url.removeprefix('http')}, with --certs FOLDER."
             raise LinkError(error.message, hint=hint) from error
         except WireError as error:
-            if "JSON object" in error.message:
-                raise _somebody_else(url) from error
+            if _is_another_program(url):
+                raise _not_a_server(url) from error
             raise
 
 
-def _speaks_of_other_things(url: str) -> bool:
+def _is_another_program(url: str) -> bool:
     """Says whether another program's HTTP server has this address.
 
     Most of those do not know HTTP/2, so to us they look like a connection that broke.
@@ -102,7 +103,7 @@ def _speaks_tls(url: str) -> bool:
         return False
 
 
-def _somebody_else(url: str) -> LinkError:
+def _not_a_server(url: str) -> LinkError:
     return LinkError(
         f"What answers at {url} is not a diloco server.",
         hint="Compare the URL with the one that `diloco serve` printed; a proxy or another "

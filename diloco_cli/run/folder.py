@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.errors import LinkError, SpecError, StoreError
+from diloco_cli.errors import LinkError, SpecError, StoreError, WireError
+from diloco_cli.observe.status import Summary
 from diloco_cli.system.locks import Busy, FileLock
 
 RUNS = Path("runs")
@@ -68,14 +69,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def last_summary(folder: Path) -> dict[str, Any]:
-    """Reads summary.json unless the run went on after it was written."""
+def last_summary(folder: Path) -> Summary | None:
+    """Reads summary.json unless there is none, or the run went on after it was written."""
     summary = folder / "summary.json"
     address = folder / "server" / "address.json"
     with contextlib.suppress(OSError):
         if address.exists() and address.stat().st_mtime > summary.stat().st_mtime:
-            return {}
-    return read_json(summary)
+            return None
+        with contextlib.suppress(WireError):
+            return Summary.read(summary.read_bytes())
+    return None
 
 
 @contextlib.contextmanager

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from diloco_cli.errors import SpecError
+from diloco_cli.observe.status import Status
 
 KINDS = ("tokens", "steps", "minutes")
 
@@ -16,14 +15,15 @@ class StopCondition:
     kind: str
     amount: float
 
-    def reached(self, status: Mapping[str, Any], *, seconds: float) -> bool:
+    def reached(self, status: Status | None, *, seconds: float) -> bool:
         """Says whether it is time: merged tokens, inner steps of the furthest region, minutes."""
         if self.kind == "minutes":
             return seconds >= 60 * self.amount
+        if status is None:
+            return False
         if self.kind == "tokens":
-            return ((status.get("tokens") or {}).get("applied") or 0) >= self.amount
-        steps = [region.get("step") or 0 for region in status.get("regions") or []]
-        return max(steps, default=0) >= self.amount
+            return status.tokens.applied >= self.amount
+        return max((region.step or 0 for region in status.regions), default=0) >= self.amount
 
     def __str__(self) -> str:
         amount = f"{self.amount:g}" if self.kind == "minutes" else f"{int(self.amount):_}"

@@ -7,13 +7,13 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from diloco_cli.assemble import load_run, recipe_of, resolve
 from diloco_cli.core.fragments import scatter
 from diloco_cli.errors import DilocoError, SpecError, StoreError
+from diloco_cli.observe.status import LastKnown
 from diloco_cli.run.folder import RESOLVED, is_a_regions, server_elsewhere
 from diloco_cli.server.recovery.fold import fold
 from diloco_cli.server.store import stores
@@ -83,19 +83,19 @@ def refuse_unwritable(out: Path) -> None:
         raise StoreError(f"{out} cannot be written: {error.strerror}.", hint=ANOTHER_OUT) from error
 
 
-def known_without_server(folder: Path) -> dict[str, Any]:
+def known_without_server(folder: Path) -> LastKnown:
     """Says what the run log tells of a run whose server ended without a summary."""
     from diloco_cli.observe.events import read_events
-    from diloco_cli.observe.metrics import last_known
+    from diloco_cli.observe.last_known import last_known
 
     known = last_known(read_events(folder / "events.jsonl"))
     with contextlib.suppress(DilocoError):
-        known["tokens"] |= {"budget": load_spec(folder / RESOLVED).spec.budget.tokens}
-    if heard := known.get("time"):
-        known["why"] = (
-            f"last heard of at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(heard))}"
-        )
-    return known
+        budget = load_spec(folder / RESOLVED).spec.budget.tokens
+        known = known.model_copy(update={"tokens": {**known.tokens, "budget": budget}})
+    if known.time is None:
+        return known
+    heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(known.time))
+    return known.model_copy(update={"why": f"last heard of at {heard}"})
 
 
 def _published(archive: Archive, fragment: int, version: int, newest: int) -> np.ndarray:

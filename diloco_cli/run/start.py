@@ -160,7 +160,8 @@ def run_in_background(
 
 
 def is_finished(folder: Path) -> bool:
-    return last_summary(folder).get("state") == "finished"
+    summary = last_summary(folder)
+    return summary is not None and summary.state == "finished"
 
 
 def _exit_code_at_start(child: subprocess.Popen[bytes], folder: Path) -> int | None:

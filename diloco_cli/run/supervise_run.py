@@ -32,6 +32,7 @@ from diloco_cli.errors import (
 from diloco_cli.launch import Launcher, Role
 from diloco_cli.launch.supervise import INCURABLE, Change, Patience, Supervisor
 from diloco_cli.observe.events import EventLog
+from diloco_cli.observe.status import ENDED, RegionStatus, RegionSummary, Status, Summary
 from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run.folder import cannot_write, last_summary
 from diloco_cli.run.goal import StopCondition
@@ -45,7 +46,6 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 60.0
 """For a worker to finish its step, its checkpoint and its mail."""
 PREDECESSOR_SECONDS = 60.0
-ENDED = ("finished", "stopped")
 
 _ERRORS: dict[int, type[DilocoError]] = {
     kind.exit_code: kind
@@ -56,7 +56,7 @@ _ERRORS: dict[int, type[DilocoError]] = {
 class ServerCalls(Protocol):
     """How to reach a server; both raise LinkError when it does not answer."""
 
-    def status(self, url: str) -> dict[str, Any]: ...
+    def status(self, url: str) -> Status: ...
     def stop(self, url: str) -> None: ...
 
 
@@ -82,7 +82,7 @@ class LocalRunPlan:
 class RunWatcher(Protocol):
     """Looks at a run whenever its supervisor does, and may end it."""
 
-    def reason_to_stop(self, fresh: dict[str, Any] | None) -> str:
+    def reason_to_stop(self, fresh: Status | None) -> str:
         """Why the run is to stop now; empty while it is to go on."""
         ...
 
@@ -110,7 +110,7 @@ class LocalRun:
         poll: float = POLL_SECONDS,
     ) -> None:
         self.plan = plan
-        self.status: dict[str, Any] = {}
+        self.status: Status | None = None
         self.progress = progress
         self._launcher = launcher
         self._link = link
@@ -220,7 +220,7 @@ class LocalRun:
             fresh = self._ask()
             if fresh:
                 self.progress.show(fresh)
-                if fresh.get("state") in ENDED:
+                if fresh.ended:
                     self._server.retire()  # It goes by itself when everybody has heard.
             self._server_must_go_on()
             if self._all_over(fresh):
@@ -231,7 +231,7 @@ class LocalRun:
                 return signals.exit_code if signals.count else 0
             signals.pause(self._until_next_look())
 
-    def _all_over(self, fresh: dict[str, Any] | None) -> bool:
+    def _all_over(self, fresh: Status | None) -> bool:
         """Says whether the run ended as it should; raises when it can never end."""
         left = [keeper for keeper in self._workers.values() if keeper.over]
         if self._state() in ENDED and len(left) == len(self._workers):
@@ -243,7 +243,7 @@ class LocalRun:
         possible = self.plan.elsewhere + len(self._workers) - len(left)
         # Only a server that answers now can know that nothing is over yet: the workers of
         # a finished run leave before we have heard of its end.
-        if possible >= self.plan.quorum or not fresh or fresh.get("state") in ENDED:
+        if possible >= self.plan.quorum or not fresh or fresh.ended:
             self._empty_since = None
             return False
         self._quorum_is_lost(left, possible)
@@ -269,40 +269,46 @@ class LocalRun:
         if self._server.state == "gone":
             raise error_like(self._server.code or 1, "the server", self._server.last_words)
 
-    def _reason_to_stop(self, fresh: dict[str, Any] | None) -> str:
+    def _reason_to_stop(self, fresh: Status | None) -> str:
         """Says why the run is over before its budget; empty while it is not."""
         if self.watcher and (why := self.watcher.reason_to_stop(fresh)):
             return why
         goal, seconds = self.plan.goal, time.monotonic() - self.began
-        return (
-            f"reached --until {goal}" if goal and goal.reached(self.status, seconds=seconds) else ""
-        )
+        reached = goal and goal.reached(self.status, seconds=seconds)
+        return f"reached --until {goal}" if reached else ""
 
     def _until_next_look(self) -> float:
         return min(self._poll, self.watcher.next_look()) if self.watcher else self._poll
 
     def _state(self) -> str:
         """Says the run's state from the newest source: the server, or what it wrote last."""
-        if self._server.over:
-            return str(last_summary(self.plan.folder).get("state") or self.status.get("state"))
-        return str(self.status.get("state"))
+        newest = (last_summary(self.plan.folder) if self._server.over else None) or self.status
+        return newest.state if newest else ""
 
     def _tend(self) -> Iterator[Change]:
         for keeper in (self._server, *self._workers.values()):
             if change := keeper.tend(now=time.monotonic()):
                 yield change
 
-    def _ask(self) -> dict[str, Any] | None:
+    def _ask(self) -> Status | None:
         if self._server.state != "running" or not self._find_server():
             return None
         try:
-            self.status = self._link.status(self._url)
+            status = self._link.status(self._url)
         except (LinkError, WireError):
             return None
-        for region in self.status.get("regions") or []:
-            if failed := self._failed.get(region.get("name")):
-                region["failed"] = failed
+        regions = tuple(self._with_its_worker(region) for region in status.regions)
+        self.status = status.model_copy(update={"regions": regions})
         return self.status
+
+    def _with_its_worker(self, region: RegionStatus) -> RegionStatus:
+        """Adds what only we know of a region: its worker failed for good, or is starting."""
+        if failed := self._failed.get(region.name):
+            return region.model_copy(update={"failed": failed})
+        never_reported = region.step is None and region.last_merged_seconds is None
+        if region.name in self._workers and not region.alive and never_reported:
+            return region.model_copy(update={"starting": True})
+        return region
 
     @property
     def _failed(self) -> dict[str, str]:
@@ -370,37 +376,44 @@ class LocalRun:
         for region in self.plan.regions:
             end_trainer(Mailbox(self.plan.folder / "regions" / region))
 
-    def summary(self) -> dict[str, Any]:
-        """What the run came to; empty if it never came to anything."""
+    def summary(self) -> Summary | None:
+        """What the run came to, if anything."""
         return last_summary(self.plan.folder)
 
     def _sum_up(self) -> None:
         """Adds to the server's summary what only we know, or writes down what is known."""
         before = last_summary(self.plan.folder)
-        found = before or self._without_summary()
-        if found.get("state") == "stopped" and self._why:
-            found = {**found, "why": self._why, "regions_go_on": False}
-        regions = dict(found.get("regions") or {})
-        for name, failed in self._failed.items():
-            regions[name] = {**regions.get(name, {}), "failed": failed}
-        if found and regions:
-            found = {**found, "regions": regions}
-        if found != before:
+        summary = before or self._without_summary()
+        if summary is None:
+            return
+        if summary.state == "stopped" and self._why:
+            summary = summary.model_copy(update={"why": self._why, "regions_go_on": False})
+        if failed := self._failed:
+            regions = dict(summary.regions)
+            for name, why in failed.items():
+                region = regions.get(name, RegionSummary())
+                regions[name] = region.model_copy(update={"failed": why})
+            summary = summary.model_copy(update={"regions": regions})
+        if summary != before:
             with contextlib.suppress(OSError):
-                write_json(self.plan.folder / "summary.json", found)
+                write_json(self.plan.folder / "summary.json", summary.plain())
 
-    def _without_summary(self) -> dict[str, Any]:
-        if not self.status:
-            return {"state": "stopped", "why": self._why} if self._why else {}
-        state = self.status.get("state")
-        return {
-            **{key: self.status.get(key) for key in _SUMMARY},
-            "state": state if state in ENDED else "stopped",
-            "wall_seconds": round(time.monotonic() - self.began, 1),
-        }
-
-
-_SUMMARY = ("run", "name", "tokens", "loss", "outer_steps", "wire", "goodput", "goodputs")
+    def _without_summary(self) -> Summary | None:
+        status = self.status
+        if status is None:
+            return Summary(state="stopped", why=self._why) if self._why else None
+        return Summary(
+            run=status.run,
+            name=status.name,
+            state=status.state if status.ended else "stopped",
+            tokens=status.tokens,
+            loss=status.loss,
+            outer_steps=status.outer_steps,
+            wire=status.wire,
+            goodput=status.goodput,
+            goodputs=status.goodputs,
+            wall_seconds=round(time.monotonic() - self.began, 1),
+        )
 
 
 def error_like(code: int, who: str, words: LastWords) -> DilocoError:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from diloco_cli.observe.metrics import (
     bits_per_parameter,
@@ -13,135 +11,149 @@ from diloco_cli.observe.metrics import (
     goodputs,
     staleness,
 )
+from diloco_cli.observe.status import (
+    FragmentStatus,
+    FragmentSummary,
+    FragmentTokens,
+    Goodputs,
+    LossStatus,
+    RegionStatus,
+    RegionSummary,
+    RunTokens,
+    Status,
+    Summary,
+    WireUse,
+)
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.rounds.leases import Lease
-from diloco_cli.server.rounds.token_totals import TokenFates
 
 
-def status(coordinator: Coordinator, url: str) -> dict[str, Any]:
+def build_status(coordinator: Coordinator, url: str) -> Status:
     """Says everything about the run that a person or a program may want to know now."""
     state = coordinator.state
     ledger = state.ledger
     tokens = _tokens(coordinator)
-    return {
-        "run": state.store.run,
-        "name": state.spec.name,
-        "url": url,
-        "state": state.phase,
-        "why": _why(coordinator),
-        "trouble": state.trouble,
-        "regions_go_on": bool(state.stopping) and not state.everyone,
-        "clock": [slot.version for slot in ledger.slots],
-        "outer_steps": ledger.outer_steps,
-        "tokens": tokens,
-        "loss": _losses(coordinator),
-        "wire": _wire(coordinator),
-        "goodput": goodput(tokens["applied"], tokens["trained"]),
-        "goodputs": _goodputs(coordinator),
-        "seconds": round(state.seconds, 1),
-        "fragments": [
-            {
-                "fragment": fragment,
-                "version": slot.version,
-                "phase": slot.phase,
-                "waiting": sorted(slot.waiting),
-                "members": list(slot.members),
-                "why": state.waiting[fragment] if slot.phase == "called" else slot.phase,
-            }
+    return Status(
+        run=state.store.run,
+        name=state.spec.name,
+        url=url,
+        state=state.phase,
+        why=_why(coordinator),
+        trouble=state.trouble,
+        regions_go_on=bool(state.stopping) and not state.everyone,
+        clock=tuple(slot.version for slot in ledger.slots),
+        outer_steps=ledger.outer_steps,
+        tokens=tokens,
+        loss=_losses(coordinator),
+        wire=_wire(coordinator),
+        goodput=goodput(tokens.applied, tokens.trained),
+        goodputs=_goodputs(coordinator),
+        seconds=round(state.seconds, 1),
+        fragments=tuple(
+            FragmentStatus(
+                fragment=fragment,
+                version=slot.version,
+                phase=slot.phase,
+                waiting=tuple(sorted(slot.waiting)),
+                members=tuple(slot.members),
+                why=state.waiting[fragment] if slot.phase == "called" else slot.phase,
+            )
             for fragment, slot in enumerate(ledger.slots)
-        ],
-        "regions": [_region(coordinator, region.name) for region in state.spec.regions],
-    }
-
-
-def summary(coordinator: Coordinator) -> dict[str, Any]:
-    """Sums the run up; what is written to `summary.json` at the end and on every stop."""
-    state = coordinator.state
-    ledger, tally = state.ledger, state.tally
-    tokens = _tokens(coordinator)
-    applied = [sum(slot.applied.values()) for slot in ledger.slots]
-    books = tally.books(finished=bool(ledger.finished))
-    return {
-        "run": state.store.run,
-        "name": state.spec.name,
-        "state": state.phase,
-        "why": ledger.finished or state.stopping,
-        "regions_go_on": bool(state.stopping) and not state.everyone,
-        "tokens": tokens,
-        "balanced": tally.balanced(applied),
-        "fragments": [
-            {"fragment": fragment, "version": slot.version, "tokens": asdict(books[fragment])}
-            for fragment, slot in enumerate(ledger.slots)
-        ],
-        "loss": _losses(coordinator),
-        "outer_steps": ledger.outer_steps,
-        "wire": _wire(coordinator),
-        "goodput": goodput(tokens["applied"], tokens["trained"]),
-        "goodputs": _goodputs(coordinator),
-        "wall_seconds": round(state.seconds, 1),
-        "regions": {
-            region.name: {
-                "share": tally.share(region.name),
-                "applied": round(tally.applied(region.name), 1),
-                "refused": ledger.refused.get(region.name, 0),
-                "lost": round(tally.lost(region.name), 1),
-            }
-            for region in state.spec.regions
-        },
-        "spec_digest": state.recipe.spec_digest,
-        "layout_digest": state.recipe.layout.digest,
-    }
-
-
-def _goodputs(coordinator: Coordinator) -> dict[str, float | None]:
-    state = coordinator.state
-    tally = state.tally
-    elapsed = tally.elapsed_at(state.seconds, state.wall())
-    if state.ledger.finished:
-        elapsed = tally.elapsed  # Nobody trains after the last round.
-    return goodputs(
-        [tally.effort(region.name) for region in state.spec.regions],
-        elapsed=elapsed,
-        rounds=tally.rounds,
-        contributions=tally.contributions,
+        ),
+        regions=tuple(_region(coordinator, region.name) for region in state.spec.regions),
     )
 
 
-def _tokens(coordinator: Coordinator) -> dict[str, float]:
-    """Tokens of the run by fate: each fragment's, averaged with the fragments' sizes."""
+def build_summary(coordinator: Coordinator) -> Summary:
+    """Sums the run up; what is written to `summary.json` at the end and on every stop."""
+    state = coordinator.state
+    ledger, totals = state.ledger, state.tally
+    tokens = _tokens(coordinator)
+    applied = [sum(slot.applied.values()) for slot in ledger.slots]
+    fates = totals.books(finished=bool(ledger.finished))
+    return Summary(
+        run=state.store.run,
+        name=state.spec.name,
+        state=state.phase,
+        why=ledger.finished or state.stopping,
+        regions_go_on=bool(state.stopping) and not state.everyone,
+        tokens=tokens,
+        balanced=totals.balanced(applied),
+        fragments=tuple(
+            FragmentSummary(
+                fragment=fragment,
+                version=slot.version,
+                tokens=FragmentTokens(**asdict(fates[fragment])),
+            )
+            for fragment, slot in enumerate(ledger.slots)
+        ),
+        loss=_losses(coordinator),
+        outer_steps=ledger.outer_steps,
+        wire=_wire(coordinator),
+        goodput=goodput(tokens.applied, tokens.trained),
+        goodputs=_goodputs(coordinator),
+        wall_seconds=round(state.seconds, 1),
+        regions={
+            region.name: RegionSummary(
+                share=totals.share(region.name),
+                applied=round(totals.applied(region.name), 1),
+                refused=ledger.refused.get(region.name, 0),
+                lost=round(totals.lost(region.name), 1),
+            )
+            for region in state.spec.regions
+        },
+        spec_digest=state.recipe.spec_digest,
+        layout_digest=state.recipe.layout.digest,
+    )
+
+
+def _goodputs(coordinator: Coordinator) -> Goodputs:
+    state = coordinator.state
+    totals = state.tally
+    elapsed = totals.elapsed_at(state.seconds, state.wall())
+    if state.ledger.finished:
+        elapsed = totals.elapsed  # No region trains after the last round.
+    return goodputs(
+        [totals.effort(region.name) for region in state.spec.regions],
+        elapsed=elapsed,
+        rounds=totals.rounds,
+        contributions=totals.contributions,
+    )
+
+
+def _tokens(coordinator: Coordinator) -> RunTokens:
     state = coordinator.state
     sizes = state.recipe.sizes
-    books = state.tally.books(finished=bool(state.ledger.finished))
-    averaged = {fate: _mean(books, fate, sizes) for fate in asdict(TokenFates())}
-    return {"budget": state.spec.budget.tokens, **averaged}
+    fragments = state.tally.books(finished=bool(state.ledger.finished))
+    means = {
+        fate: sum(size * getattr(one, fate) for size, one in zip(sizes, fragments, strict=True))
+        / sum(sizes)
+        for fate in FragmentTokens.model_fields
+    }
+    return RunTokens(budget=state.spec.budget.tokens, **means)
 
 
-def _mean(books: Sequence[TokenFates], fate: str, sizes: Sequence[int]) -> float:
-    weighted = sum(size * getattr(each, fate) for size, each in zip(sizes, books, strict=True))
-    return weighted / sum(sizes)
-
-
-def _losses(coordinator: Coordinator) -> dict[str, float | None]:
+def _losses(coordinator: Coordinator) -> LossStatus:
     state = coordinator.state
-    heldout = [float(each.loss) for each in state.ledger.evaluations]
-    said = [presence.said for presence in state.leases.all.values() if presence.said]
-    train = [each.loss for each in said if each.loss is not None]
-    return {
-        "heldout": heldout[-1] if heldout else None,
-        "train": sum(train) / len(train) if train else None,
-        "first": heldout[0] if heldout else None,
-        "best": min(heldout, default=None),
-    }
+    heldout = [float(evaluation.loss) for evaluation in state.ledger.evaluations]
+    heartbeats = [lease.said for lease in state.leases.all.values() if lease.said]
+    train = [heartbeat.loss for heartbeat in heartbeats if heartbeat.loss is not None]
+    return LossStatus(
+        heldout=heldout[-1] if heldout else None,
+        train=sum(train) / len(train) if train else None,
+        first=heldout[0] if heldout else None,
+        best=min(heldout, default=None),
+    )
 
 
-def _wire(coordinator: Coordinator) -> dict[str, float | None]:
-    ledger, tally = coordinator.state.ledger, coordinator.state.tally
-    return {
-        "bits_per_parameter_up": bits_per_parameter(ledger.bytes_up, ledger.values_up),
-        "bits_per_parameter_down": bits_per_parameter(tally.delta_bytes, tally.delta_values),
-        "bytes_up": ledger.bytes_up,
-        "bytes_down": tally.bytes_down,
-    }
+def _wire(coordinator: Coordinator) -> WireUse:
+    ledger, totals = coordinator.state.ledger, coordinator.state.tally
+    return WireUse(
+        bits_per_parameter_up=bits_per_parameter(ledger.bytes_up, ledger.values_up),
+        bits_per_parameter_down=bits_per_parameter(totals.delta_bytes, totals.delta_values),
+        bytes_up=ledger.bytes_up,
+        bytes_down=totals.bytes_down,
+    )
 
 
 def _why(coordinator: Coordinator) -> str:
@@ -152,45 +164,46 @@ def _why(coordinator: Coordinator) -> str:
         return f"{state.ledger.end}; what regions still hold is being merged"
     live = len(state.live())
     if live < state.sync.quorum:
-        kept_out = sorted(state.ledger.quarantined())
-        besides = f"; in quarantine: {', '.join(kept_out)}" if kept_out else ""
-        return f"{live} of {state.sync.quorum} regions needed are here{besides}"
+        excluded = sorted(state.ledger.quarantined())
+        quarantine = f"; in quarantine: {', '.join(excluded)}" if excluded else ""
+        return f"{live} of {state.sync.quorum} regions needed are here{quarantine}"
     return ""
 
 
-def _region(coordinator: Coordinator, name: str) -> dict[str, Any]:
+def _region(coordinator: Coordinator, name: str) -> RegionStatus:
     state = coordinator.state
-    ledger, tally = state.ledger, state.tally
-    presence = state.leases.all.get(name)
-    said = presence.said if presence else None
+    ledger, totals = state.ledger, state.tally
+    lease = state.leases.all.get(name)
+    heartbeat = lease.said if lease else None
     alive = state.leases.lease_left(name, now=state.clock()) > 0
-    merged_at = tally.merged_at.get(name)
-    published = [slot.version for slot in ledger.slots]
-    return {
-        "name": name,
-        "alive": alive,
-        "training": bool(alive and said and said.training),
-        "contributing": alive and _contributing(coordinator, name),
-        "left": bool(said and said.stopping and not ledger.finished),
-        "done": _done(coordinator, name),
-        "step": said.step if said else None,
-        "tokens_per_second": said.tokens_per_second if said and alive else None,
-        "loss": said.loss if said else None,
-        "staleness": staleness(published, [each.version for each in said.fragments])
-        if said
-        else None,
-        "share": tally.share(name),
-        "last_merged_seconds": None
-        if merged_at is None
-        else round(max(0.0, state.wall() - merged_at), 1),
-        "restarts": said.restarts if said else None,
-        "blocked": blocked_share(said.blocked, said.worked) if said else None,
-        "lost": round(tally.lost(name), 1),
-        "refused": ledger.refused.get(name, 0),
-        "mended": said.mended if said else 0,
-        "quarantined": name in ledger.quarantined(),
-        "why": _region_why(coordinator, name, presence),
-    }
+    merged_at = totals.merged_at.get(name)
+    since = None if merged_at is None else round(max(0.0, state.wall() - merged_at), 1)
+    behind = blocked = None
+    if heartbeat:
+        published = [slot.version for slot in ledger.slots]
+        behind = staleness(published, [fragment.version for fragment in heartbeat.fragments])
+        blocked = blocked_share(heartbeat.blocked, heartbeat.worked)
+    return RegionStatus(
+        name=name,
+        alive=alive,
+        training=bool(alive and heartbeat and heartbeat.training),
+        contributing=alive and _contributing(coordinator, name),
+        left=bool(heartbeat and heartbeat.stopping and not ledger.finished),
+        done=_done(coordinator, name),
+        step=heartbeat.step if heartbeat else None,
+        tokens_per_second=heartbeat.tokens_per_second if heartbeat and alive else None,
+        loss=heartbeat.loss if heartbeat else None,
+        staleness=behind,
+        share=totals.share(name),
+        last_merged_seconds=since,
+        restarts=heartbeat.restarts if heartbeat else None,
+        blocked=blocked,
+        lost=round(totals.lost(name), 1),
+        refused=ledger.refused.get(name, 0),
+        mended=heartbeat.mended if heartbeat else 0,
+        quarantined=name in ledger.quarantined(),
+        why=_region_why(coordinator, name, lease),
+    )
 
 
 def _contributing(coordinator: Coordinator, name: str) -> bool:
@@ -203,29 +216,30 @@ def _contributing(coordinator: Coordinator, name: str) -> bool:
 
 def _done(coordinator: Coordinator, name: str) -> bool:
     """Says whether the run is finished and nothing more is to come from the region."""
-    ledger, presence = coordinator.state.ledger, coordinator.state.leases.all.get(name)
-    said = presence.said if presence else None
-    return bool(ledger.finished) and name in ledger.regions and (said is None or said.stopping)
+    ledger, lease = coordinator.state.ledger, coordinator.state.leases.all.get(name)
+    heartbeat = lease.said if lease else None
+    heard = heartbeat is None or heartbeat.stopping
+    return bool(ledger.finished) and name in ledger.regions and heard
 
 
-def _region_why(coordinator: Coordinator, name: str, presence: Lease | None) -> str:
+def _region_why(coordinator: Coordinator, name: str, lease: Lease | None) -> str:
     state = coordinator.state
-    if presence is None:
+    if lease is None:
         return f"has not joined yet; start it with `diloco work … --region {name}`"
-    now, said = state.clock(), presence.said
+    now, heartbeat = state.clock(), lease.said
     if _done(coordinator, name):
         return ""
-    if said and said.stopping:
-        return said.why
-    if now >= presence.seen + state.spec.server.lease:
-        return f"silent for {now - presence.seen:.0f} s"
-    if said is None:
+    if heartbeat and heartbeat.stopping:
+        return heartbeat.why
+    if now >= lease.seen + state.spec.server.lease:
+        return f"silent for {now - lease.seen:.0f} s"
+    if heartbeat is None:
         return "joined, no report yet"
     if (conduct := state.ledger.conduct.get(name)) and conduct.quarantined:
         return conduct.why
-    if said.why:
-        return said.why
+    if heartbeat.why:
+        return heartbeat.why
     owed = [str(f) for f in state.ledger.calls() if name not in state.ledger.slots[f].waiting]
     if owed:
         return f"asked for fragment {', '.join(owed)}"
-    return "training" if said.training else "not training"
+    return "training" if heartbeat.training else "not training"

@@ -29,7 +29,7 @@ from diloco_cli.core.fragments import Fragment, Piece
 from diloco_cli.errors import DilocoError, RunFailed
 from diloco_cli.merge.outer_step import MergePlan, next_weights
 from diloco_cli.observe.events import EventLog
-from diloco_cli.server.build_status import summary
+from diloco_cli.server.build_status import build_summary
 from diloco_cli.server.http.asgi import Guarded, make_app
 from diloco_cli.server.http.idle import IDLE_SECONDS
 from diloco_cli.server.http.listener import bind, url_of
@@ -159,7 +159,7 @@ async def _farewell(coordinator: Coordinator, app: Guarded, folder: Path) -> int
         raise _in_words(state.failure)
     await state.commit.close()
     if not _is_summed_up(folder):
-        text = json.dumps(summary(coordinator), indent=2)
+        text = json.dumps(build_summary(coordinator).plain(), indent=2)
         path = folder / "summary.json"
         with disk_errors(path):
             keep_bytes(path, text.encode() + b"\n")

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from diloco_cli.chaos.inflict import InflictedFault
-from diloco_cli.chaos.report import Span, aftermath, fault_free_rate, quantile
+from diloco_cli.chaos.report import Span, aftermath, fault_free_rate
 from diloco_cli.observe.events import Event
+from diloco_cli.observe.status import Status
 from diloco_cli.sim.faults import Fault
 from diloco_cli.spec.schema import RunSpec
+from tests.observe.documents import make_status
 
 BEGAN = 5000.0
 
@@ -28,10 +30,10 @@ def spec(**chaos: Any) -> RunSpec:
     )
 
 
-def status(trained: float, applied: float, pending: float) -> dict[str, Any]:
+def status(trained: float, applied: float, pending: float) -> Status:
     tokens = {"trained": trained, "applied": applied, "pending": pending}
-    regions = [{"blocked": 0.01}, {"blocked": None}, {"blocked": 0.03}]
-    return {"tokens": tokens, "loss": {"heldout": 2.5}, "regions": regions}
+    regions = [{"name": str(share), "blocked": share} for share in (0.01, None, 0.03)]
+    return make_status(tokens=tokens, loss={"heldout": 2.5}, regions=regions)
 
 
 def event(at: float, kind: str, **fields: Any) -> Event:
@@ -114,9 +116,3 @@ def test_only_those_who_died_and_could_come_back_in_peace_have_a_recovery():
     assert found["faults"][1]["recovery"] == pytest.approx(
         {"start": 0.8, "compile": 0.5, "fetch": 0.2, "total": 18.0}
     )
-
-
-@pytest.mark.parametrize("share, value", [(0.5, 50), (0.95, 95), (1.0, 100), (0.001, 1)])
-def test_a_quantile_is_a_value_that_was_seen(share: float, value: float):
-    assert quantile([float(n) for n in range(100, 0, -1)], share) == value
-    assert quantile([], share) is None

@@ -21,6 +21,7 @@ from diloco_cli.observe.events import EventLog
 from diloco_cli.run.folder import find, held, last_summary, runner_of, set_aside
 from diloco_cli.run.goal import StopCondition, parse_goal
 from diloco_cli.system.locks import FileLock
+from tests.observe.documents import make_status
 
 SPEC = """
 spec: 1
@@ -117,7 +118,8 @@ def test_a_goal_that_makes_no_sense_is_refused(capsys, text):
 
 
 def test_goals_are_reached_by_tokens_steps_or_minutes():
-    status = {"tokens": {"applied": 1000}, "regions": [{"step": 10}, {"step": 30}]}
+    regions = [{"name": "left", "step": 10}, {"name": "right", "step": 30}]
+    status = make_status(tokens={"applied": 1000}, regions=regions)
     assert parse_goal("tokens=1_000") == StopCondition("tokens", 1000)
     assert str(parse_goal("tokens=40000")) == "tokens=40_000"
     assert str(parse_goal("minutes=1.5")) == "minutes=1.5"
@@ -125,8 +127,8 @@ def test_goals_are_reached_by_tokens_steps_or_minutes():
     assert not StopCondition("tokens", 1001).reached(status, seconds=0)
     assert StopCondition("steps", 30).reached(status, seconds=0)
     assert not StopCondition("steps", 31).reached(status, seconds=0)
-    assert StopCondition("minutes", 2).reached({}, seconds=120)
-    assert not StopCondition("minutes", 2).reached({}, seconds=119)
+    assert StopCondition("minutes", 2).reached(None, seconds=120)
+    assert not StopCondition("minutes", 2).reached(None, seconds=119)
 
 
 # Folders
@@ -200,11 +202,11 @@ def test_a_lock_ends_with_its_process():
 def test_a_summary_counts_only_while_the_run_has_not_gone_on():
     folder = a_run()
     (folder / "summary.json").write_text('{"state": "stopped"}')
-    assert last_summary(folder)["state"] == "stopped"
+    assert (summary := last_summary(folder)) and summary.state == "stopped"
     (folder / "server" / "address.json").write_text("{}")
     later = time.time() + 10
     os.utime(folder / "server" / "address.json", (later, later))
-    assert last_summary(folder) == {}
+    assert last_summary(folder) is None
 
 
 # Commands about runs without a server
@@ -279,8 +281,7 @@ def test_what_is_not_a_diloco_server_is_said_to_be_none(capsys, kind):
 
 
 def test_a_server_that_is_away_is_waited_for_by_who_watches(capsys, monkeypatch):
-    training = {"state": "training", "tokens": {"applied": 1, "budget": 9}, "regions": []}
-    script = [training, LinkError("gone"), {**training, "state": "finished"}]
+    script = [make_status(state="training"), LinkError("gone"), make_status(state="finished")]
 
     def answer(self, url):
         told = script.pop(0)
@@ -320,7 +321,7 @@ def test_a_killed_server_leaves_its_figures_in_the_run_log(capsys):
 
 def test_a_pipe_gets_lines_as_long_as_they_are(capsys, monkeypatch):
     why = "waiting " * 30
-    told = {"state": "training", "regions": [{"name": "left", "alive": True, "why": why + "end"}]}
+    told = make_status(regions=[{"name": "left", "alive": True, "why": why + "end"}])
     monkeypatch.setattr("diloco_cli.run.ask.ShortCalls.status", lambda self, url: told)
     _, printed, _ = diloco(capsys, "status", "http://h:1")
     assert why + "end" in printed

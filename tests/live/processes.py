@@ -18,6 +18,7 @@ from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.net.client import Client
 from diloco_cli.net.credentials import NOBODY
 from diloco_cli.net.options import Options
+from diloco_cli.observe.status import RegionStatus, Status
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.worker.mailbox import Mailbox
@@ -67,12 +68,12 @@ class Live:
             return json.loads((self.folder / "server" / "address.json").read_text())
         return {}
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         with Client(self.address["url"], Options(credentials=self.credentials)) as client:
             return client.status()
 
-    def region(self, name: str) -> dict[str, Any]:
-        return next(one for one in self.status()["regions"] if one["name"] == name)
+    def region(self, name: str) -> RegionStatus:
+        return next(region for region in self.status().regions if region.name == name)
 
     def progress(self, region: str) -> dict[str, Any]:
         return Mailbox(self.folder / "regions" / region).progress() or {"step": 0}

@@ -41,7 +41,7 @@ def outbox(run: Live) -> list[Path]:
 def test_a_server_long_away_and_one_that_comes_back_older(live):
     run = live({"name": "paris"})
     server, agent = run.serve(), run.work("paris")
-    run.wait_for(lambda: run.status()["outer_steps"] >= 2, server, agent)
+    run.wait_for(lambda: run.status().outer_steps >= 2, server, agent)
     os.kill(server.pid, signal.SIGKILL)
     run.exit_code(server)
     old = shutil.copytree(run.folder / "server", run.folder.parent / "copy")
@@ -57,8 +57,8 @@ def test_a_server_long_away_and_one_that_comes_back_older(live):
 
     # Back: what was trained meanwhile is merged.
     server = run.serve()
-    seen = run.status()["outer_steps"]
-    run.wait_for(lambda: run.status()["outer_steps"] >= seen + 4, server, agent)
+    seen = run.status().outer_steps
+    run.wait_for(lambda: run.status().outer_steps >= seen + 4, server, agent)
     run.wait_for(lambda: held(run) < before, server, agent)
     assert "out of reach" not in diloco("status", run.folder)[1]
 
@@ -88,7 +88,7 @@ def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monk
     server = run.serve()
     monkeypatch.setenv("DILOCO_TOKEN", (office.folder / "regions/paris/token").read_text())
     agent = run.work("paris")
-    run.wait_for(lambda: run.status()["outer_steps"] >= 1, server, agent)
+    run.wait_for(lambda: run.status().outer_steps >= 1, server, agent)
     url = run.address["url"]
     [trainer] = run.trainers()
     assert "DILOCO_TOKEN" not in trainer.environ(), "who trains needs no key to the server"

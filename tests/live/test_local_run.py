@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from diloco_cli.errors import LinkError
+from diloco_cli.observe.status import RegionStatus, Status
 from diloco_cli.run.ask import ShortCalls
 from diloco_cli.run.folder import address_of
 
@@ -53,11 +54,11 @@ class Run:
     def run(self, *more: str) -> subprocess.Popen[str]:
         return self.start("run", "run.yaml", *self.options, *more)
 
-    def status(self) -> dict:
+    def status(self) -> Status | None:
         try:
             return self._asking.status(address_of(self.folder)["url"])
         except (LinkError, KeyError):
-            return {}
+            return None
 
     def until(self, what, seconds=120.0):
         deadline = time.monotonic() + seconds
@@ -70,7 +71,9 @@ class Run:
         )
 
     def until_steps(self, least: int) -> int:
-        return self.until(lambda: (n := self.status().get("outer_steps", 0)) >= least and n)
+        return self.until(
+            lambda: (now := self.status()) and now.outer_steps >= least and now.outer_steps
+        )
 
     def pids(self, *words: str) -> list[int]:
         here = (str(self.folder.relative_to(self.place)), *words)
@@ -150,14 +153,14 @@ def test_a_region_joins_late_another_leaves_and_the_weights_are_there_for_all(ru
     run = run_in(10**9, "--regions", "left,right")
     running = run.run()
     run.until_steps(2)
-    url = run.status()["url"]
+    url = run.until(run.status).url
     late = run.start("work", "run.yaml", "--region", "late", "--server", url, "--dir", "runs/late")
-    run.until(lambda: any(r["name"] == "late" and r["contributing"] for r in _regions(run)))
+    run.until(lambda: any(r.name == "late" and r.contributing for r in _regions(run)))
 
     (worker,) = run.pids("work", "left")
     os.kill(worker, signal.SIGTERM)
     run.until(lambda: worker not in run.pids("work", "left"))
-    steps = run.status()["outer_steps"]
+    steps = run.until(run.status).outer_steps
     run.until_steps(steps + 2)
     assert run.start("pull", url, "--out", "live.safetensors").wait(60) == 0
 
@@ -173,5 +176,5 @@ def test_a_region_joins_late_another_leaves_and_the_weights_are_there_for_all(ru
     assert any(not np.array_equal(live[name], past[name]) for name in live)
 
 
-def _regions(run: Run) -> list[dict]:
-    return run.status().get("regions", [])
+def _regions(run: Run) -> tuple[RegionStatus, ...]:
+    return status.regions if (status := run.status()) else ()

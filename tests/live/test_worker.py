@@ -19,12 +19,12 @@ pytestmark = pytest.mark.live
 def test_a_run_survives_the_death_of_each_of_its_processes(live):
     run = live({"name": "paris"})
     server, agent = run.serve(), run.work("paris")
-    run.wait_for(lambda: run.status()["outer_steps"] >= 3, server, agent)
+    run.wait_for(lambda: run.status().outer_steps >= 3, server, agent)
 
     # The trainer: the agent starts another, which goes on from what is durable.
     [trainer] = run.trainers()
     trainer.kill()
-    run.wait_for(lambda: run.region("paris")["restarts"] == 1, server, agent)
+    run.wait_for(lambda: run.region("paris").restarts == 1, server, agent)
     # What the dead one had posted may still be applied first: wait for the new one's own work.
     run.wait_for(lambda: len(run.trainers()) == 1, server, agent)
     step = run.progress("paris")["step"]
@@ -37,10 +37,10 @@ def test_a_run_survives_the_death_of_each_of_its_processes(live):
     step = run.progress("paris")["step"]
     run.wait_for(lambda: run.progress("paris")["step"] > step + 50, server)
     agent = run.work("paris")
-    applied = run.status()["tokens"]["applied"]
-    run.wait_for(lambda: run.status()["tokens"]["applied"] > applied, server, agent)
+    applied = run.status().tokens.applied
+    run.wait_for(lambda: run.status().tokens.applied > applied, server, agent)
     assert [one.pid for one in run.trainers()] == [trainer.pid]
-    assert run.region("paris")["training"]
+    assert run.region("paris").training
     log = list(read_events(run.folder / "events.jsonl"))
     assert [e.fields["pid"] for e in log if e.kind == "trainer-adopted"] == [trainer.pid]
     assert [e.kind for e in log].count("first-step") == 2, "only the one that was killed began anew"
@@ -51,8 +51,8 @@ def test_a_run_survives_the_death_of_each_of_its_processes(live):
     run.wait_for(lambda: run.progress("paris")["step"] > step + 50, agent)
     server = run.serve()
     assert [one.pid for one in run.trainers()] == [trainer.pid]
-    outer_steps = run.status()["outer_steps"]
-    run.wait_for(lambda: run.status()["outer_steps"] >= outer_steps + 3, server, agent)
+    outer_steps = run.status().outer_steps
+    run.wait_for(lambda: run.status().outer_steps >= outer_steps + 3, server, agent)
 
     def noted() -> list[str]:
         log = read_events(run.folder / "events.jsonl")
@@ -65,7 +65,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes(live):
     # And a stop in good order: everything posted is handed over, nobody is left.
     agent.ask()
     assert run.exit_code(agent) == 0 and run.trainers() == []
-    run.wait_for(lambda: not run.region("paris")["alive"], server)
+    run.wait_for(lambda: not run.region("paris").alive, server)
     server.ask()
     assert run.exit_code(server) == 0
     assert run.summary()["balanced"], run.summary()
@@ -92,15 +92,15 @@ def test_a_short_run_ends_by_itself_with_every_token_merged(live):
 def test_a_second_worker_stands_by_and_takes_over(live, tmp_path):
     run = live({"name": "paris"})
     server, first = run.serve(), run.work("paris")
-    run.wait_for(lambda: run.status()["outer_steps"] >= 1, server, first)
+    run.wait_for(lambda: run.status().outer_steps >= 1, server, first)
     other = tmp_path / "other"
     write_resolved(run.spec, other)
     second = run.work("paris", other)
     log = run.folder / "logs" / "paris.log"
     run.wait_for(lambda: "waiting to take over" in log.read_text(), server, first, second)
     first.kill()
-    applied = run.status()["tokens"]["applied"]
-    run.wait_for(lambda: run.status()["tokens"]["applied"] > applied, server, second)
+    applied = run.status().tokens.applied
+    run.wait_for(lambda: run.status().tokens.applied > applied, server, second)
     assert (other / "regions" / "paris" / "progress.json").exists()
 
 

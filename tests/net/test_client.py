@@ -19,6 +19,7 @@ from diloco_cli.net.options import ONCE, Options
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Header, pack
 from diloco_cli.wire.messages import Heartbeat
+from tests.observe.documents import status_json
 
 DIGEST = "b" * 64
 LAYOUT = "5" * 64
@@ -84,8 +85,8 @@ def frame(kind: str, version: int, *, fragment: int = 1, size: int = 50, **field
 
 def test_every_request_says_its_run_and_wire_version(client, puppet):
     assert client.run().fragments == (60, 50)
-    puppet.will("GET /v1/status", 200, {"state": "training"})
-    assert client.status() == {"state": "training"}
+    puppet.will("GET /v1/status", 200, status_json(state="training"))
+    assert client.status().state == "training"
     first, second = puppet.heard()
     assert first["headers"]["diloco-wire"] == second["headers"]["diloco-wire"] == "1"
     assert second["headers"]["diloco-run"] == "quickstart-1"

@@ -3,20 +3,19 @@
 from html.parser import HTMLParser
 
 from diloco_cli.observe.dashboard import page
+from tests.observe.documents import make_status
 
-STATUS = {
-    "run": "r1",
-    "name": "quickstart",
-    "state": "training",
-    "outer_steps": 12,
-    "tokens": {"budget": 1000, "applied": 400, "pending": 50},
-    "loss": {"heldout": 2.75},
-    "wire": {"bits_per_parameter_up": 3.154},
-    "regions": [
+STATUS = make_status(
+    state="training",
+    outer_steps=12,
+    tokens={"applied": 400, "pending": 50},
+    loss={"heldout": 2.75},
+    wire={"bits_per_parameter_up": 3.154},
+    regions=[
         {"name": "left", "alive": True, "training": True, "contributing": True, "share": 0.75},
         {"name": "right", "alive": False, "why": "<script>alert(1)</script>"},
     ],
-}
+)
 
 VOID = {"meta", "br"}
 
@@ -58,5 +57,6 @@ def test_text_from_regions_is_escaped_and_nothing_comes_from_outside():
     assert "<script>alert" not in page(STATUS)
 
 
-def test_a_run_nobody_joined_yet_has_a_page_too():
-    assert "none has joined yet" in " ".join(outline({}).text)
+def test_a_run_no_region_has_joined_yet_has_a_page_too():
+    waiting = make_status(regions=[{"name": "left", "why": "not joined yet"}])
+    assert "away not joined yet" in " ".join("".join(outline(waiting).text).split())

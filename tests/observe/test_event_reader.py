@@ -8,9 +8,8 @@ from typing import BinaryIO
 
 import pytest
 
-from diloco_cli.observe import event_reader
-from diloco_cli.observe.event_file import EventFile, older
-from diloco_cli.observe.event_reader import BATCH_BYTES, EventReader, newest_id
+from diloco_cli.observe import event_file
+from diloco_cli.observe.event_file import BATCH_BYTES, EventFile, EventReader, newest_id, older
 from diloco_cli.observe.events import EventLog, read_events
 
 
@@ -137,12 +136,12 @@ def test_a_file_that_is_moved_during_a_look_is_neither_missed_nor_read_again(
     assert rest(reader) == [1, 2, 3]
 
     def overtaken(opened: Path, how: str) -> BinaryIO:
-        monkeypatch.delattr(event_reader, "open")
+        monkeypatch.delattr(event_file, "open")
         file = io.BufferedReader(io.FileIO(opened))
         write(log, 4, 5)
         return file
 
-    monkeypatch.setattr(event_reader, "open", overtaken, raising=False)
+    monkeypatch.setattr(event_file, "open", overtaken, raising=False)
     assert rest(reader) == [4, 5]
 
 

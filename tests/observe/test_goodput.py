@@ -2,19 +2,15 @@
 
 import pytest
 
-from diloco_cli.observe.metrics import (
-    Effort,
-    goodputs,
-    prometheus_text,
-    time_goodput,
-    token_goodput,
-)
+from diloco_cli.observe.metrics import Effort, goodputs, time_goodput, token_goodput
+from diloco_cli.observe.prometheus import prometheus_text
+from tests.observe.documents import make_status
 
 
 def test_a_run_without_faults_has_nothing_but_its_mail_to_lose():
     busy = Effort(worked=100, trained=1000, kept=1000, applied=950, pace=10)
     found = goodputs([busy, busy], elapsed=100, rounds=5, contributions=10)
-    assert found == {"time": 1.0, "tokens": 0.95, "participation": 1.0}
+    assert found.plain() == {"time": 1.0, "tokens": 0.95, "participation": 1.0}
 
 
 def test_work_that_was_lost_is_time_that_was_lost():
@@ -28,21 +24,21 @@ def test_a_slow_region_gives_few_tokens_but_wastes_no_time():
     fast = Effort(worked=100, trained=1000, kept=1000, applied=1000, pace=10)
     slow = Effort(worked=50, trained=50, kept=50, applied=50, pace=1)
     found = goodputs([fast, slow], elapsed=100, rounds=4, contributions=6)
-    assert found["time"] == pytest.approx(0.75), "regions count alike"
-    assert found["tokens"] == pytest.approx(1050 / 1100), "tokens count alike"
-    assert found["participation"] == pytest.approx(0.75)
+    assert found.time == pytest.approx(0.75), "regions count alike"
+    assert found.tokens == pytest.approx(1050 / 1100), "tokens count alike"
+    assert found.participation == pytest.approx(0.75)
 
 
 def test_a_region_that_never_came_lowers_all_three():
     here = Effort(worked=100, trained=1000, kept=1000, applied=1000, pace=10)
     found = goodputs([here, Effort()], elapsed=100, rounds=4, contributions=4)
-    assert found == {"time": 0.5, "tokens": 0.5, "participation": 0.5}
+    assert found.plain() == {"time": 0.5, "tokens": 0.5, "participation": 0.5}
 
 
 def test_nothing_is_known_before_anything_happened():
     nothing = goodputs([Effort(), Effort()], elapsed=0, rounds=0, contributions=0)
-    assert set(nothing.values()) == {None}
-    shown = prometheus_text({"goodputs": {"time": 0.9, "tokens": 0.8, "participation": None}})
+    assert set(nothing.plain().values()) == {None}
+    shown = prometheus_text(make_status(goodputs={"time": 0.9, "tokens": 0.8}))
     assert "diloco_goodput_time_ratio 0.9" in shown and "diloco_goodput_tokens_ratio 0.8" in shown
     assert "\ndiloco_participation_ratio " not in shown
 
@@ -51,7 +47,7 @@ def test_the_example_in_the_docs_is_right():
     fast = Effort(worked=100, trained=1000, kept=1000, applied=950, pace=10)
     slow = Effort(worked=80, trained=80, kept=70, applied=70, pace=1)
     found = goodputs([fast, slow], elapsed=100, rounds=4, contributions=7)
-    assert {name: round(100 * (share or 0)) for name, share in found.items()} == {
+    assert {name: round(100 * (share or 0)) for name, share in found} == {
         "time": 85,
         "tokens": 93,
         "participation": 88,

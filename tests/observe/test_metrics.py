@@ -1,35 +1,35 @@
 """Figures are pure folds; what is unknown is left out rather than shown as zero."""
 
-import json
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diloco_cli.observe.events import Event
+from diloco_cli.observe.last_known import last_known
 from diloco_cli.observe.metrics import (
-    METRICS,
     bits_per_parameter,
     goodput,
-    last_known,
-    prometheus_text,
+    quantile,
+    recoveries,
     seconds_left,
     staleness,
 )
+from diloco_cli.observe.prometheus import METRICS, prometheus_text
+from diloco_cli.observe.status import Status
 from tests import ROOT
+from tests.observe.documents import make_status
 
-STATUS = {
-    "run": "r1",
-    "state": "training",
-    "outer_steps": 12,
-    "tokens": {"budget": 1000, "applied": 400, "pending": 50, "refused": 0, "discarded": 0},
-    "loss": {"heldout": None, "train": 3.25},
-    "wire": {"bits_per_parameter_up": 3.2, "bits_per_parameter_down": None, "bytes_up": 9},
-    "goodput": 0.8,
-    "regions": [
-        {"name": "paris", "alive": True, "training": False, "step": 7, "loss": None},
-        {"name": 'odd"name', "alive": False, "share": 0.25},
+STATUS = make_status(
+    state="training",
+    outer_steps=12,
+    tokens={"applied": 400, "pending": 50},
+    loss={"heldout": None, "train": 3.25},
+    wire={"bits_per_parameter_up": 3.2, "bytes_up": 9},
+    goodput=0.8,
+    regions=[
+        {"name": "paris", "alive": True, "step": 7},
+        {"name": 'odd"name', "share": 0.25},
     ],
-}
+)
 
 
 def samples(status):
@@ -68,8 +68,8 @@ def test_prometheus_shows_what_is_known_and_leaves_out_what_is_not():
     assert ("diloco_region_loss", "paris") not in found
 
 
-def test_an_empty_document_is_still_valid_prometheus_text():
-    assert samples({})["diloco_state", "waiting"] == 0
+def test_a_run_without_regions_is_still_valid_prometheus_text():
+    assert samples(make_status(state="stopped"))["diloco_state", "waiting"] == 0
 
 
 def test_every_metric_shown_is_listed():
@@ -95,10 +95,10 @@ def test_the_run_log_alone_tells_the_last_known_state():
         at("run-stopped", why="asked"),
     ]
     known = last_known(log)
-    assert known["state"] == "stopped" and known["outer_steps"] == 1
-    assert known["loss"] == {"first": 5.5, "heldout": 2.5, "best": 2.5}
-    assert known["tokens"]["applied"] == 4096 and known["wire"]["bytes_up"] == 500
-    assert known["regions"] == {"paris": "left", "tokyo": "lapsed"}
+    assert known.state == "stopped" and known.outer_steps == 1
+    assert known.loss.plain() == {"heldout": 2.5, "first": 5.5, "best": 2.5}
+    assert known.tokens["applied"] == 4096 and known.wire["bytes_up"] == 500
+    assert known.regions == {"paris": "left", "tokyo": "lapsed"}
 
 
 def test_the_log_of_a_restarted_server_counts_on():
@@ -112,8 +112,8 @@ def test_the_log_of_a_restarted_server_counts_on():
         at("published", 3.0, fragment=0, version=3),
     ]
     known = last_known(log)
-    assert known["outer_steps"] == 3, "one was published but not noted before the crash"
-    assert known["wall_seconds"] == 12.0
+    assert known.outer_steps == 3, "one was published but not noted before the crash"
+    assert known.wall_seconds == 12.0
 
 
 def test_a_log_whose_beginning_is_not_kept_still_tells_the_state():
@@ -128,11 +128,25 @@ def test_a_log_whose_beginning_is_not_kept_still_tells_the_state():
             at("published", cut=["members"]),
         ]
     )
-    assert known["state"] == "training" and known["regions"] == {"paris": "joined"}
-    assert known["outer_steps"] == 14001
+    assert known.state == "training" and known.regions == {"paris": "joined"}
+    assert known.outer_steps == 14001
 
 
 def test_the_metrics_of_a_run_are_what_they_were():
     golden = ROOT / "tests" / "golden"
-    status = json.loads((golden / "status-training.json").read_text())
+    status = Status.read((golden / "status-training.json").read_bytes())
     assert prometheus_text(status) == (golden / "metrics-training.txt").read_text()
+
+
+@pytest.mark.parametrize("share, value", [(0.5, 50), (0.95, 95), (1.0, 100), (0.001, 1)])
+def test_a_quantile_is_a_value_that_was_seen(share: float, value: float):
+    assert quantile([float(n) for n in range(100, 0, -1)], share) == value
+    assert quantile([], share) is None
+
+
+def test_parts_of_a_recovery_that_were_not_seen_are_not_counted():
+    found = recoveries([{"total": 2.0, "start": 0.5}, {"total": 4.0, "start": 1.5, "fetch": 1.0}])
+    assert (found["count"], found["p50"], found["p95"], found["max"]) == (2, 2.0, 4.0, 4.0)
+    assert found["parts"]["start"] == {"p50": 0.5, "p95": 1.5}
+    assert found["parts"]["fetch"] == {"p50": 1.0, "p95": 1.0}
+    assert found["parts"]["detect"] == {"p50": None, "p95": None}

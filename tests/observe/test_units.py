@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_cli.observe.units import amount, bytes_, percent, seconds, state_of
+from diloco_cli.observe.units import amount, bytes_, percent, seconds
 
 
 @pytest.mark.parametrize(
@@ -24,19 +24,3 @@ def test_times(value, text):
 def test_sizes_and_shares():
     assert [bytes_(512), bytes_(3200), bytes_(1.5e9)] == ["512 B", "3.2 kB", "1.5 GB"]
     assert percent(0.755) == "76%" and percent(float("nan")) == "–"
-
-
-@pytest.mark.parametrize(
-    "region, word",
-    [
-        ({}, "away"),
-        ({"left": True}, "left"),
-        ({"done": True}, "done"),
-        ({"done": True, "failed": "no data"}, "failed"),
-        ({"alive": True}, "idle"),
-        ({"alive": True, "training": True}, "training"),
-        ({"alive": True, "training": True, "contributing": True}, "contributing"),
-    ],
-)
-def test_alive_training_and_contributing_are_three_things(region, word):
-    assert state_of(region) == word

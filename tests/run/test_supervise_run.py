@@ -23,11 +23,13 @@ from diloco_cli.launch import Role
 from diloco_cli.launch.subprocesses import LocalLauncher
 from diloco_cli.launch.supervise import Patience
 from diloco_cli.observe.events import read_events
+from diloco_cli.observe.status import Status
 from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run import supervise_run as run_module
 from diloco_cli.run.folder import held
 from diloco_cli.run.goal import StopCondition
 from diloco_cli.run.supervise_run import LocalRun, LocalRunPlan
+from tests.observe.documents import status_json
 
 SERVER = """
 import http.server, json, os, pathlib, signal, sys, threading
@@ -36,8 +38,9 @@ class Pages(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         state = (folder / "state").read_text() if (folder / "state").exists() else "training"
         started = len(list(folder.glob("started-*")))
-        body = json.dumps({"state": state, "tokens": {"applied": 10, "budget": 20},
-                           "regions": [{"name": "left", "step": started}]}).encode()
+        status = json.loads(sys.argv[2])
+        status["state"], status["regions"][0]["step"] = state, started
+        body = json.dumps(status).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -66,12 +69,16 @@ while not state.exists() or state.read_text() not in ("finished", "stopped"):
     time.sleep(0.02)
 """
 
+STATUS = json.dumps(
+    status_json(tokens={"applied": 10, "budget": 20}, regions=[{"name": "left", "alive": True}])
+)
+
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
 class PlainLink:
     def status(self, url):
-        return self._ask(url + "/v1/status", None)
+        return Status.read(self._ask(url + "/v1/status", None))
 
     def stop(self, url):
         self._ask(url + "/v1/stop", b"")
@@ -79,7 +86,7 @@ class PlainLink:
     def _ask(self, url, body):
         try:
             with urllib.request.urlopen(url, body, timeout=3) as answer:
-                return json.loads(answer.read())
+                return answer.read()
         except (OSError, urllib.error.URLError):
             raise LinkError(f"{url} does not answer.") from None
 
@@ -104,7 +111,7 @@ def run_of(tmp_path):
             elsewhere=elsewhere,
             quorum=quorum,
             serve=replace(
-                python("server", server, tmp_path),
+                python("server", server, tmp_path, STATUS),
                 address=tmp_path / "server" / "address.json",
             ),
             work=lambda region, url: python(region, codes.get(region, WORKER), tmp_path, region),
@@ -156,7 +163,7 @@ def test_a_run_ends_when_the_server_says_finished_and_the_workers_have_left(run_
     run = run_of()
     assert run.run() == 0
     beside.join()
-    assert run.summary()["state"] == "finished"
+    assert run.summary().state == "finished"
     assert json.loads((tmp_path / "summary.json").read_text())["tokens"]["applied"] == 10
 
 
@@ -223,8 +230,8 @@ def test_workers_that_can_never_start_end_the_run_with_their_code(run_of):
     with pytest.raises(SpecError, match="no file matches"):
         run.run()
     summary = run.summary()
-    assert summary["state"] == "stopped" and "no file matches 'x'" in summary["why"]
-    assert "no file matches" in summary["regions"]["left"]["failed"]
+    assert summary.state == "stopped" and "no file matches 'x'" in summary.why
+    assert "no file matches" in summary.regions["left"].failed
 
 
 def test_one_lost_region_is_fatal_only_below_the_quorum(run_of, tmp_path):
@@ -242,7 +249,7 @@ def test_one_lost_region_is_fatal_only_below_the_quorum(run_of, tmp_path):
     assert run.run() == 0
     beside.join()
     assert "left: failed (the checkpoint is damaged)" in spoken(run)
-    assert run.summary()["regions"]["left"]["failed"] == "the checkpoint is damaged"
+    assert run.summary().regions["left"].failed == "the checkpoint is damaged"
 
 
 def test_a_worker_that_dies_again_and_again_is_given_up(run_of):
@@ -270,8 +277,8 @@ def test_one_signal_stops_in_good_order(run_of, tmp_path, number):
     run = run_of()
     assert run.run() == 128 + number
     beside.join()
-    assert run.summary()["state"] == "stopped"
-    assert run.summary()["why"] == f"{signal.Signals(number).name} received"
+    assert run.summary().state == "stopped"
+    assert run.summary().why == f"{signal.Signals(number).name} received"
 
 
 def test_a_second_signal_kills_at_once(run_of, tmp_path):
@@ -297,8 +304,8 @@ def test_a_signal_before_the_server_listens_is_heard_too(run_of):
 def test_a_goal_stops_the_run_and_that_is_a_success(run_of):
     run = run_of(goal=StopCondition("tokens", 10))
     assert run.run() == 0
-    assert run.summary()["state"] == "stopped"
-    assert run.summary()["why"] == "reached --until tokens=10"
+    assert run.summary().state == "stopped"
+    assert run.summary().why == "reached --until tokens=10"
 
 
 def test_a_folder_that_cannot_be_written_is_said_to_be_so(run_of, tmp_path):

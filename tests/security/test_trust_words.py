@@ -119,7 +119,7 @@ def test_both_backends_get_through_with_what_was_issued(
 ):
     for backend in BACKENDS:
         with Client(guarded.url, Options(credentials=spoiled["good"], backend=backend)) as client:
-            assert client.status()["name"] == "trial"
+            assert client.status().name == "trial"
             assert client.whole(0, 0).header.version == 0
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_cli.observe.units import state_of
-from diloco_cli.server.build_status import status, summary
+from diloco_cli.server.build_status import build_status, build_summary
 from diloco_cli.server.rounds.state import UPLOAD_TROUBLE_SECONDS
 from diloco_cli.system.files import DiskFull
 from tests.server.harness import NAMES, Bench, in_a_loop, make_recipe, make_spec
@@ -14,8 +13,8 @@ FULL = DiskFull("x needs 67 free bytes and has 3.", hint="Free some space.")
 
 
 def words(bench: Bench) -> dict[str, str]:
-    regions = status(bench.server, "http://h:1")["regions"]
-    return {region["name"]: state_of(region) for region in regions}
+    regions = build_status(bench.server, "http://h:1").regions
+    return {region.name: region.state for region in regions}
 
 
 @in_a_loop
@@ -24,12 +23,12 @@ async def test_a_full_disk_is_trouble_until_something_is_written(tmp_path):
     await bench.join()
     bench.state.no_room("upload", FULL)
     bench.server.tick()
-    told = status(bench.server, "http://h:1")
-    assert told["trouble"] == "x needs 67 free bytes and has 3. Free some space."
-    assert [fields["why"] for kind, fields in bench.noted if kind == "note"] == [told["trouble"]]
+    told = build_status(bench.server, "http://h:1")
+    assert told.trouble == "x needs 67 free bytes and has 3. Free some space."
+    assert [fields["why"] for kind, fields in bench.noted if kind == "note"] == [told.trouble]
     await bench.call(0)
     await bench.send("iowa")
-    assert status(bench.server, "http://h:1")["trouble"] == ""
+    assert build_status(bench.server, "http://h:1").trouble == ""
 
 
 @in_a_loop
@@ -71,11 +70,11 @@ async def test_a_finished_run_names_who_was_not_waited_for(tmp_path):
             await bench.beat(name, drained=True)
         await bench.settle()
         assert bool(bench.state.ledger.finished) is over
-    assert summary(bench.server)["why"] == (
+    assert build_summary(bench.server).why == (
         "every region but tokyo, not waited for, has given all it held"
     )
-    applied = [region["applied"] for region in summary(bench.server)["regions"].values()]
-    assert sum(applied) == summary(bench.server)["tokens"]["applied"] > 0
+    applied = [region.applied or 0.0 for region in build_summary(bench.server).regions.values()]
+    assert sum(applied) == build_status(bench.server, "").tokens.applied > 0
 
 
 @in_a_loop
@@ -90,7 +89,7 @@ async def test_the_regions_of_a_finished_run_are_done(tmp_path):
     assert "done" not in words(bench).values(), "they may still measure the final weights"
     bench.restart()
     assert set(words(bench).values()) == {"done"}
-    assert {region["why"] for region in status(bench.server, "")["regions"]} == {""}
+    assert {region.why for region in build_status(bench.server, "").regions} == {""}
 
 
 @in_a_loop
@@ -103,14 +102,14 @@ async def test_goodputs_count_what_was_kept_against_the_time_that_passed(tmp_pat
     # Each fragment applied 192 tokens of iowa and paris, and tokyo's are in one of the two.
     for name, lost in (("iowa", 0.0), ("paris", 192.0), ("tokyo", 0.0)):
         await bench.beat(name, worked=50.0, lost=lost, pace=6.4)
-    told = status(bench.server, "http://h:1")
-    assert told["goodputs"]["participation"] == 5 / 6
-    assert told["goodputs"]["time"] == (50 + 25 + 50) / (3 * 100)
-    applied = told["tokens"]["applied"]
-    assert told["goodputs"]["tokens"] == pytest.approx(applied / (3 * 6.4 * 100))
-    assert [region["lost"] for region in told["regions"]] == [0.0, 192.0, 0.0]
-    assert summary(bench.server)["goodputs"] == told["goodputs"]
-    assert summary(bench.server)["regions"]["paris"]["lost"] == 192.0
+    told = build_status(bench.server, "http://h:1")
+    assert told.goodputs.participation == 5 / 6
+    assert told.goodputs.time == (50 + 25 + 50) / (3 * 100)
+    applied = told.tokens.applied
+    assert told.goodputs.tokens == pytest.approx(applied / (3 * 6.4 * 100))
+    assert [region.lost for region in told.regions] == [0.0, 192.0, 0.0]
+    assert build_summary(bench.server).goodputs == told.goodputs
+    assert build_summary(bench.server).regions["paris"].lost == 192.0
 
 
 @in_a_loop
@@ -126,7 +125,8 @@ async def test_an_outage_of_the_server_costs_goodput_and_a_rest_of_the_run_does_
         await bench.join()
         await bench.beat("iowa", worked=30.0)
         bench.clock.now += 10.0
-        found = status(bench.server, "http://h:1")["goodputs"]["time"]
+        found = build_status(bench.server, "http://h:1").goodputs.time
+        assert found is not None
         return 30.0 / 3 / found
 
     began = 1000.0

@@ -10,11 +10,11 @@ import asyncio
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from diloco_cli.server.build_status import status, summary
+from diloco_cli.observe.status import StatusDocument
+from diloco_cli.server.build_status import build_status, build_summary
 from tests import ROOT
 from tests.server.harness import Bench, make_recipe, make_spec
 
@@ -30,8 +30,8 @@ NAMES = (
 PATHS = {name: ROOT / "tests" / "golden" / f"{name}.json" for name in NAMES}
 
 
-def text_of(document: dict[str, Any]) -> str:
-    return json.dumps({**document, "run": "r"}, indent=2) + "\n"
+def text_of(document: StatusDocument) -> str:
+    return json.dumps({**document.plain(), "run": "r"}, indent=2) + "\n"
 
 
 async def documents(folder: Path) -> dict[str, str]:
@@ -40,8 +40,10 @@ async def documents(folder: Path) -> dict[str, str]:
     texts: dict[str, str] = {}
 
     def keep(name: str) -> None:
-        build = status(bench.server, URL) if "status" in name else summary(bench.server)
-        texts[name] = text_of(build)
+        status = "status" in name
+        texts[name] = text_of(
+            build_status(bench.server, URL) if status else build_summary(bench.server)
+        )
 
     await bench.join("paris")
     keep("status-waiting")

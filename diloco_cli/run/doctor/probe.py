@@ -6,11 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from diloco_cli.net.client import Client
 from diloco_cli.net.credentials import NOBODY, Credentials
 from diloco_cli.net.options import DEFAULTS, Options, Retry
+from diloco_cli.observe.status import Status
 
 TRIPS, FETCHES = 20, 3
 
@@ -51,7 +51,7 @@ def measure(
     """Asks short questions and fetches the largest fragment, several times each."""
     with Client(url, Options(retry=retry, credentials=credentials)) as client:
         about = client.run()
-        trips, status = [], {}
+        trips, status = [], client.status()
         for _ in range(TRIPS):
             began = time.monotonic()
             status = client.status()
@@ -68,9 +68,9 @@ def measure(
     return Way(trips, rates, size, _speeds(status))
 
 
-def _speeds(status: Mapping[str, Any]) -> dict[str, float]:
+def _speeds(status: Status) -> dict[str, float]:
     return {
-        region["name"]: region["tokens_per_second"]
-        for region in status.get("regions") or []
-        if region.get("training") and region.get("tokens_per_second")
+        region.name: region.tokens_per_second
+        for region in status.regions
+        if region.training and region.tokens_per_second
     }

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
-from diloco_cli.observe.event_reader import EventLine, EventReader
+from diloco_cli.observe.event_file import EventLine, EventReader
 from diloco_cli.observe.events import parse
 from diloco_cli.server.rounds.state import State
 

@@ -14,15 +14,16 @@ import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from diloco_cli.core.rounds import Accept, Ahead, Answer, Fenced, Foreign, Recorded, Refused
 from diloco_cli.observe.dashboard import page
-from diloco_cli.observe.metrics import prometheus_text
-from diloco_cli.server.build_status import status
+from diloco_cli.observe.prometheus import prometheus_text
+from diloco_cli.observe.status import Status
+from diloco_cli.server.build_status import build_status
 from diloco_cli.server.http.calls import openapi
 from diloco_cli.server.http.event_stream import tail
 from diloco_cli.server.http.limits import JSON_SECONDS
@@ -243,7 +244,7 @@ class Routes:
     # People
 
     async def status(self, request: Request) -> Response:
-        return JSONResponse(self._status(), headers={"cache-control": "no-store"})
+        return JSONResponse(self._status().plain(), headers={"cache-control": "no-store"})
 
     async def events(self, request: Request) -> Response:
         said = request.query_params.get("after") or request.headers.get("last-event-id")
@@ -272,8 +273,8 @@ class Routes:
 
     # Shared
 
-    def _status(self) -> dict[str, Any]:
-        return status(self.coordinator, self._url())
+    def _status(self) -> Status:
+        return build_status(self.coordinator, self._url())
 
     def _fragment(self, request: Request) -> int:
         fragment, count = request.path_params["fragment"], len(self.state.recipe.sizes)

@@ -10,7 +10,7 @@ import pytest
 
 from diloco_cli.core.guard import ENOUGH, PAROLE, STRIKES
 from diloco_cli.core.rounds import Accept, Fenced, Foreign, Receipt, Recorded, Refused, Returned
-from diloco_cli.server.build_status import status
+from diloco_cli.server.build_status import build_status
 from diloco_cli.server.refusals import HttpRefusal
 from tests.server.harness import NAMES, Bench, Region, in_a_loop, make_recipe, make_spec, receipt_of
 
@@ -119,9 +119,9 @@ async def test_a_region_with_other_bits_than_were_published_is_told(tmp_path):
     # Of another version than the newest nothing is known here, and it will be replaced anyway.
     assert (await bench.beat("paris", images=holds(9, "f" * 32))).mend == {}
     assert (await bench.beat("paris", images={7: {"version": 0, "digest": "f" * 32}})).mend == {}
-    assert status(bench.server, "")["regions"][1]["mended"] == 0
+    assert build_status(bench.server, "").regions[1].mended == 0
     await bench.beat("paris", mended=2)
-    assert status(bench.server, "")["regions"][1]["mended"] == 2
+    assert build_status(bench.server, "").regions[1].mended == 2
 
 
 async def spoil(bench: Bench, name: str, times: int) -> None:
@@ -144,9 +144,9 @@ async def test_a_region_whose_work_is_unfit_again_and_again_is_kept_out_and_said
     for name in NAMES:
         await bench.beat(name)
     assert bench.state.live() == {"iowa", "paris"}
-    tokyo = status(bench.server, "")["regions"][2]
-    assert tokyo["quarantined"] and tokyo["alive"]
-    assert "in quarantine after 3 unfit" in tokyo["why"] and "its norm is 1e9" in tokyo["why"]
+    tokyo = build_status(bench.server, "").regions[2]
+    assert tokyo.quarantined and tokyo.alive
+    assert "in quarantine after 3 unfit" in tokyo.why and "its norm is 1e9" in tokyo.why
     # The round closes without it as soon as the others are in, before the window of grace ends.
     await bench.send("iowa")
     await bench.send("paris")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco_cli.core.conductor import PATIENCE
 from diloco_cli.core.rounds import Accept, Recorded, Returned
-from diloco_cli.server.build_status import status, summary
+from diloco_cli.server.build_status import build_status, build_summary
 from tests.server.harness import NAMES, Bench, in_a_loop, make_recipe, make_spec
 
 
@@ -202,7 +202,7 @@ async def test_a_stop_tells_the_regions_and_can_be_taken_up_again(tmp_path):
         await bench.beat(name, stopping=True)
     bench.server.tick()
     assert bench.server.done.is_set() and bench.versions == [0, 0]
-    assert summary(bench.server)["state"] == "stopped"
+    assert build_summary(bench.server).state == "stopped"
     bench.restart()
     assert bench.state.phase == "training"
     await bench.send("iowa")
@@ -248,11 +248,12 @@ async def test_a_stop_waits_one_lease_for_regions_that_do_not_answer(tmp_path):
 async def test_every_token_of_a_drained_run_has_one_fate(tmp_path):
     bench = await ended(tmp_path)
     await drain(bench)
-    said = summary(bench.server)
-    tokens = said["tokens"]
-    assert said["state"] == "finished" and said["balanced"] is True
-    assert tokens["trained"] == tokens["applied"] == 3 * 32 * 6
-    assert tokens["pending"] == tokens["refused"] == tokens["discarded"] == 0
+    summary = build_summary(bench.server)
+    tokens = summary.tokens
+    assert tokens
+    assert summary.state == "finished" and summary.balanced is True
+    assert tokens.trained == tokens.applied == 3 * 32 * 6
+    assert tokens.pending == tokens.refused == tokens.discarded == 0
 
 
 @in_a_loop
@@ -263,12 +264,12 @@ async def test_what_never_arrived_counts_as_discarded_in_the_end(tmp_path):
     tokyo.pending = [64.0, 64.0]
     await bench.beat("tokyo")
     await drain(bench, "iowa", "paris")
-    assert status(bench.server, "")["tokens"]["pending"] == 64
+    assert build_status(bench.server, "").tokens.pending == 64
     bench.clock.now += 21
     bench.server.tick()
-    said = summary(bench.server)
-    assert said["tokens"]["discarded"] == 64 and said["tokens"]["pending"] == 0
-    assert said["balanced"] is True
+    summary = build_summary(bench.server)
+    assert summary.tokens and summary.tokens.discarded == 64 and summary.tokens.pending == 0
+    assert summary.balanced is True
 
 
 @in_a_loop
@@ -276,7 +277,7 @@ async def test_books_that_do_not_add_up_are_not_called_balanced(tmp_path):
     bench = await ended(tmp_path)
     bench.regions["paris"].trained[1] -= 32
     await drain(bench)
-    assert summary(bench.server)["balanced"] is False
+    assert build_summary(bench.server).balanced is False
 
 
 @in_a_loop
@@ -285,7 +286,7 @@ async def test_work_merged_twice_is_not_called_balanced(tmp_path):
     await drain(bench)
     bench.state.tally.account("paris").applied[0] += 192
     bench.state.ledger.slots[0].applied["paris"] += 192
-    assert summary(bench.server)["balanced"] is False
+    assert build_summary(bench.server).balanced is False
 
 
 @in_a_loop
@@ -307,6 +308,6 @@ async def test_a_region_that_lost_its_disk_begins_new_books(tmp_path):
     await bench.round(0)
     await bench.round(1)
     await drain(bench)
-    said = summary(bench.server)
-    assert said["state"] == "finished" and said["balanced"] is True
-    assert said["tokens"]["trained"] == said["tokens"]["applied"] == 6 * 192
+    summary = build_summary(bench.server)
+    assert summary.state == "finished" and summary.balanced is True
+    assert summary.tokens and summary.tokens.trained == summary.tokens.applied == 6 * 192

@@ -1,0 +1,99 @@
+"""The status document in Prometheus' text format, as `GET /metrics` answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Any
+
+from diloco_cli.observe.status import STATES, Status
+
+FATES = ("applied", "pending", "refused", "discarded", "trained")
+
+_RUN = (
+    # name, where in the document, help
+    ("outer_steps", "outer_steps", "Versions published, all fragments together"),
+    ("tokens_budget", "tokens.budget", "Merged tokens at which the run ends"),
+    ("loss_heldout", "loss.heldout", "Held-out loss of the global weights, nats per token"),
+    ("loss_train", "loss.train", "Training loss, averaged over regions"),
+    ("goodput_ratio", "goodput", "Tokens applied over tokens trained"),
+    ("goodput_time_ratio", "goodputs.time", "Share of the time in steps that were kept"),
+    ("goodput_tokens_ratio", "goodputs.tokens", "Tokens applied over fault-free tokens"),
+    ("participation_ratio", "goodputs.participation", "Mean share of regions in a round"),
+)
+
+_WIRE = (
+    ("bits_per_parameter", "bits_per_parameter_{}", "Bits on the wire for one parameter"),
+    ("wire_bytes", "bytes_{}", "Bytes of frames moved"),
+)
+
+_REGION = (
+    ("region_alive", "alive", "1 while the region's lease runs"),
+    ("region_training", "training", "1 while the region makes inner steps"),
+    ("region_contributing", "contributing", "1 while the region's work reaches the global weights"),
+    ("region_step", "step", "Inner steps made"),
+    ("region_tokens_per_second", "tokens_per_second", "Training speed"),
+    ("region_loss", "loss", "Training loss"),
+    ("region_blocked_ratio", "blocked", "Share of the training time that the exchange held up"),
+    ("region_staleness", "staleness", "Versions the furthest fragment is behind"),
+    ("region_share_ratio", "share", "Share of the merged weight"),
+    ("region_last_merged_seconds", "last_merged_seconds", "Since the region was last merged"),
+    ("region_restarts", "restarts", "Trainer restarts"),
+    ("region_tokens_lost", "lost", "Tokens trained and lost with a trainer that died"),
+    ("region_refused", "refused", "Contributions refused"),
+    ("region_quarantined", "quarantined", "1 while the region's work is kept out"),
+    ("region_mended", "mended", "Copies of published weights replaced for having other bits"),
+)
+
+METRICS = (
+    *(f"diloco_{name}" for name, _, _ in _RUN + _WIRE + _REGION),
+    "diloco_state",
+    "diloco_tokens",
+)
+"""Every name `/metrics` may show."""
+
+
+def prometheus_text(status: Status) -> str:
+    """Renders a status document in Prometheus' text format; what is unknown is left out."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.registry import Collector
+
+    class Once(Collector):
+        def collect(self) -> Iterator[Any]:
+            return _families(status)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Once())
+    return generate_latest(registry).decode()
+
+
+def _families(status: Status) -> Iterator[Any]:
+    states = [((state,), float(status.state == state)) for state in STATES]
+    yield _family("state", "1 for the state the run is in", ("state",), states)
+    fates = [((fate,), getattr(status.tokens, fate)) for fate in FATES]
+    yield _family("tokens", "Tokens by what became of them", ("fate",), fates)
+    for name, path, meaning in _RUN:
+        yield _family(name, meaning, (), [((), attrgetter(path)(status))])
+    for name, key, meaning in _WIRE:
+        ways = [((way,), getattr(status.wire, key.format(way))) for way in ("up", "down")]
+        yield _family(name, meaning, ("direction",), ways)
+    for name, key, meaning in _REGION:
+        rows = [((region.name,), getattr(region, key)) for region in status.regions]
+        yield _family(name, meaning, ("region",), rows)
+
+
+def _family(
+    name: str,
+    meaning: str,
+    labels: tuple[str, ...],
+    rows: Iterable[tuple[tuple[str, ...], float | None]],
+) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    # Gauges throughout: the server counts durably, so a restart does not start these at zero,
+    # but a replaced folder may; a counter would promise more than we know.
+    family = GaugeMetricFamily(f"diloco_{name}", meaning, labels=labels)
+    for values, number in rows:
+        if number is not None:
+            family.add_metric(values, float(number))
+    return family

@@ -1,0 +1,251 @@
+"""The documents that say how a run is doing: one while it is served, one when it is over.
+
+`Status` is what `GET /v1/status` answers and `diloco status --format json` prints, `Summary`
+what `summary.json` holds, `LastKnown` what the run log tells when there is neither. The
+server fills the first two (server/build_status.py); terminal, page, metrics and `diloco run`
+read them. Key order is part of the documents.
+
+Keys that a newer server adds are kept and passed on; anything else must be as it says here.
+None always means: not known, or not yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from diloco_cli.errors import WireError
+from diloco_cli.wire.messages import Message, fault
+
+ENDED = ("finished", "stopped")
+STATES = ("waiting", "training", *ENDED)
+"""What a server says of its run."""
+
+Amount = int | float
+
+
+class StatusDocument(Message):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @classmethod
+    def read(cls, data: bytes) -> Self:
+        """Reads a document from JSON, or names the first key that is wrong."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise WireError(
+                f"The {cls.__name__.lower()} is wrong: {fault(error)}.",
+                hint="The server runs another program or version; compare `diloco --version`.",
+            ) from None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON objects, with only the keys that were given."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class FragmentTokens(StatusDocument):
+    """Tokens of one fragment, by what became of them."""
+
+    trained: float
+    applied: float
+    pending: float
+    refused: float
+    discarded: float
+
+
+class RunTokens(StatusDocument):
+    """Tokens of the run: each fragment's, averaged with the fragments' sizes."""
+
+    budget: int
+    trained: float
+    applied: float
+    pending: float
+    refused: float
+    discarded: float
+
+
+class LossStatus(StatusDocument):
+    """Losses in nats per token."""
+
+    heldout: float | None = None
+    """Of the global weights, when they were last evaluated."""
+    train: float | None = None
+    """Mean over regions of their last inner step."""
+    first: float | None = None
+    best: float | None = None
+
+
+class WireUse(StatusDocument):
+    """What the frames of the run cost."""
+
+    bits_per_parameter_up: float | None
+    bits_per_parameter_down: float | None
+    bytes_up: int
+    bytes_down: int
+
+
+class Goodputs(StatusDocument):
+    """Which share of a fault-free run this one reached; docs/guides/operate.md defines each."""
+
+    time: float | None = None
+    tokens: float | None = None
+    participation: float | None = None
+
+
+class FragmentStatus(StatusDocument):
+    fragment: int
+    version: int
+    phase: str
+    waiting: tuple[str, ...]
+    """Regions whose contribution waits for the round to close."""
+    members: tuple[str, ...]
+    """Regions in the newest version."""
+    why: str
+
+
+class RegionStatus(StatusDocument):
+    """One region; alive, training and contributing are three different things."""
+
+    name: str
+    alive: bool
+    training: bool
+    contributing: bool
+    left: bool
+    """It said goodbye before the run was finished."""
+    done: bool
+    step: int | None
+    tokens_per_second: float | None
+    loss: float | None
+    staleness: int | None
+    share: float | None
+    """Of the merged weight, mean over rounds."""
+    last_merged_seconds: float | None
+    restarts: int | None
+    blocked: float | None
+    lost: Amount
+    """Tokens trained and lost with a trainer that died."""
+    refused: int
+    mended: int
+    quarantined: bool
+    why: str
+    """What it waits for."""
+
+    failed: str = ""
+    """Why its worker is not started again; only `diloco run` knows."""
+    starting: bool = False
+    """Its worker was started and has not joined yet; only `diloco run` knows."""
+
+    @property
+    def state(self) -> str:
+        """Names in one word what the region does."""
+        for word in ("failed", "done", "left", "starting"):
+            if getattr(self, word):
+                return word
+        if not self.alive:
+            return "away"
+        if not self.training:
+            return "idle" if self.step else "starting"
+        return "contributing" if self.contributing else "training"
+
+
+class Status(StatusDocument):
+    """A run that is being served."""
+
+    run: str
+    name: str
+    url: str
+    state: str
+    why: str
+    trouble: str
+    """What keeps the rounds from going on, such as a full disk."""
+    regions_go_on: bool
+    """The server is stopping alone, and its regions wait for the next one."""
+    clock: tuple[int, ...]
+    """The newest version of every fragment."""
+    outer_steps: int
+    tokens: RunTokens
+    loss: LossStatus
+    wire: WireUse
+    goodput: float | None
+    goodputs: Goodputs
+    seconds: float
+    fragments: tuple[FragmentStatus, ...]
+    regions: tuple[RegionStatus, ...]
+
+    reachable: bool = True
+    """False in a copy that is shown while the server does not answer."""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def over(self) -> bool:
+        """Says whether nothing more will come; a server that stopped alone is started again."""
+        return self.ended and not self.regions_go_on
+
+
+class FragmentSummary(StatusDocument):
+    fragment: int
+    version: int
+    tokens: FragmentTokens
+
+
+class RegionSummary(StatusDocument):
+    share: float | None = None
+    applied: float | None = None
+    refused: int | None = None
+    lost: Amount | None = None
+    failed: str = ""
+    """Why its worker was given up; added by `diloco run`."""
+
+
+class Summary(StatusDocument):
+    """What a run came to; little but its state if no server could write one."""
+
+    run: str = ""
+    name: str = ""
+    state: str
+    why: str = ""
+    regions_go_on: bool = False
+    tokens: RunTokens | None = None
+    balanced: bool | None = None
+    """Whether every token trained has exactly one fate."""
+    fragments: tuple[FragmentSummary, ...] = ()
+    loss: LossStatus = LossStatus()
+    outer_steps: int | None = None
+    wire: WireUse | None = None
+    goodput: float | None = None
+    goodputs: Goodputs = Goodputs()
+    wall_seconds: float | None = None
+    regions: dict[str, RegionSummary] = Field(default_factory=dict)
+    spec_digest: str = ""
+    layout_digest: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def over(self) -> bool:
+        return self.ended and not self.regions_go_on
+
+
+class LastKnown(StatusDocument):
+    """What the run log alone tells of a run whose server is gone."""
+
+    state: str
+    outer_steps: int
+    tokens: dict[str, Amount]
+    """`applied` and `budget`, where they are known."""
+    loss: LossStatus
+    wire: dict[str, int]
+    regions: dict[str, str]
+    """joined, lapsed or left."""
+    away: dict[str, float]
+    """Since when regions on this host do not reach the server, which may be elsewhere."""
+    time: float | None = None
+    url: str | None = None
+    wall_seconds: float | None = None
+    why: str = ""
