@@ -107,7 +107,7 @@ def test_an_expired_server_and_one_of_other_names_are_told_apart(
         assert "--host 127.0.0.2" in (error.hint or "")
     signer = authority.read_pair(folder / "ca.pem", folder / "ca.key")
     expired = authority.make_server(signer, [], -1)
-    authority.keep_pair(expired, folder / "client.pem", folder / "client.key")
+    authority.keep_pair(expired, folder / "server.pem", folder / "server.key")
     running.until("the certificates have changed and are in use")
     for backend in BACKENDS:
         error = asked(running.url, paris, backend)

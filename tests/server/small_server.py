@@ -11,7 +11,7 @@ from typing import Any
 from diloco_cli.errors import DilocoError
 from diloco_cli.server.http import idle
 from diloco_cli.server.lifecycle import serve
-from diloco_cli.system import failpoints
+from diloco_cli.system import failpoints, logs
 from tests.server.harness import initial, make_recipe, make_spec
 
 
@@ -20,6 +20,7 @@ def main() -> int:
 
 
 def run(folder: Path, changes: dict[str, Any]) -> int:
+    logs.set_up("server")
     with_parent = changes.pop("with_parent", False)
     failpoints.arm(changes.pop("failpoint", ""))
     if changes.pop("bad_disk", False):

@@ -1,7 +1,7 @@
-"""Who may do what: roles, tokens, certificates.
+"""Who may call: certificates and tokens in, a caller with a role out. Start with roles.py.
 
-authority.py  A private certificate authority for one run: who may open a connection at all
-issue.py      the folder of certificates and tokens on the server's host: made, added to, …
-roles.py      may they? The caller's role and region against what a call asks for
-tokens.py     who is asking? Tokens by their hashes, looked up anew whenever the file changes
+roles.py      authorisation: the caller's role and region against what a call requires
+tokens.py     the list of tokens: look-up, expiry, revocation
+authority.py  the run's own certificate authority
+issue.py      the folder that `diloco certs` keeps: issue, renew, revoke
 """

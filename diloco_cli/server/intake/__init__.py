@@ -1,8 +1,10 @@
-"""A contribution on its way in: bytes, a checked frame on disk, a decision. Start with intake.py.
+"""Contributions on their way in: bytes of a request in, a checked frame on disk and a decision out.
 
-body.py           bodies as they come in: bounded, never silent for long, in batches worth …
-examine.py        what is wrong with a contribution: its address, what it claims, its numbers
-intake.py         takes a contribution in: from the wire to the disk, looked at on the way
-partial.py        frames that arrive in parts, in any order, over several connections, with …
-partial_files.py  half-received frames that outlive the server
+Start with intake.py.
+
+    intake.py         the order of all this; the only file the handlers call
+    body.py           the request body: bounded, with an idle timeout
+    partial.py        a frame that arrives in parts, in any order
+    partial_files.py  keeps those parts across restarts
+    examine.py        is the frame what its URL says, and are its numbers sound?
 """
