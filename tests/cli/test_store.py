@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -120,3 +121,35 @@ def test_a_folder_that_is_served_is_not_replayed(capsys, folder):
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, _, said = diloco(capsys, "replay", folder)
     assert code == 2 and "in use by another server" in said
+
+
+def snapshot(folder: Path) -> dict[str, tuple[object, ...]]:
+    """Everything that a writer would change: inode, size, mode, time and content of each file."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        stat = path.stat()
+        content = path.read_bytes() if path.is_file() else b""
+        digest = hashlib.sha256(content).hexdigest()
+        found[str(path)] = (stat.st_ino, stat.st_size, stat.st_mode, stat.st_mtime_ns, digest)
+    return found
+
+
+@pytest.mark.parametrize("command", ["pull", "status", "replay"])
+def test_reading_a_stopped_run_changes_nothing(capsys, folder, tmp_path, command):
+    server = folder / "server"
+    # What a killed server leaves: a half-received upload, a torn record, its cache and address.
+    (server / "payloads" / ".upload.1.0.draft").write_bytes(b"half")
+    (server / "cache" / "0-v00000001.whole").write_bytes(b"frame")
+    (server / "address.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "pid": 1}))
+    with (server / "journal").open("ab") as journal:
+        journal.write(b"torn")
+    folders = [server, *(path for path in server.rglob("*") if path.is_dir())]
+    for path in folders:
+        path.chmod(0o500)
+    before = snapshot(folder)
+    out = ["--out", tmp_path / "weights.safetensors"] if command == "pull" else []
+    code, _, message = diloco(capsys, command, folder, *out)
+    for path in folders:
+        assert path.stat().st_mode & 0o777 == 0o500
+    assert snapshot(folder) == before
+    assert code == (4 if command == "status" else 0), message
