@@ -17,10 +17,10 @@ from pathlib import Path as FilePath
 from typing import Any, cast
 
 from diloco_cli.core.fragments import Layout, cut
-from diloco_cli.data.text import datasets, tokenizers
+from diloco_cli.data import datasets, tokenizers
 from diloco_cli.errors import RegistryError
 from diloco_cli.merge import MergeRule, OuterOptimizer, merge_rules, outer_optimizers
-from diloco_cli.models.decoder import Model, models
+from diloco_cli.models import Described, Model, models, parameters
 from diloco_cli.registry import Registry
 from diloco_cli.server.settings import ServerSettings, settings_digest
 from diloco_cli.server.store import stores
@@ -152,11 +152,11 @@ def _layout_faults(spec: RunSpec, model: Model | None) -> Iterator[SpecFault]:
     if model is None:
         return
     # Before its tensors are listed: a list of billions is itself too long.
-    if (layers := getattr(model, "layers", None) or 0) > MOST_LAYERS:
-        said = f"is {layers:,}, more than the {MOST_LAYERS:,} that can be trained"
-        yield SpecFault(("model", "layers"), said, "Are there too many zeros?")
+    if isinstance(model, Described) and model.depth > MOST_LAYERS:
+        message = f"is {model.depth:,}, more than the {MOST_LAYERS:,} that can be trained"
+        yield SpecFault(("model", "layers"), message, "Are there too many zeros?")
         return
-    if (size := sum(tensor.size for tensor in model.tensors())) > MOST_PARAMETERS:
+    if (size := parameters(model)) > MOST_PARAMETERS:
         yield SpecFault(
             ("model",),
             f"has {size:,} parameters, more than the {MOST_PARAMETERS:,} that can be exchanged",
@@ -175,16 +175,19 @@ def _layout_faults(spec: RunSpec, model: Model | None) -> Iterator[SpecFault]:
 
 
 def _vocabulary_faults(built: dict[Path, Any]) -> Iterator[SpecFault]:
-    most = getattr(built["model",], "vocabulary", None)
-    for path, thing in built.items():
-        size = getattr(thing, "vocabulary", None) if path[-1] == "data" else None
-        if most is not None and size is not None and size > most:
-            yield SpecFault(
-                ("model", "vocabulary"),
-                f"is {most} but the tokenizer of {path[0]} makes {size} different tokens",
-                f"Set model.vocabulary to {size} or more.",
-                (path,),
-            )
+    model = built["model",]
+    if not isinstance(model, Described):
+        return
+    for path, dataset in built.items():
+        if path[-1] != "data" or dataset is None or dataset.vocabulary <= model.vocabulary:
+            continue
+        yield SpecFault(
+            ("model", "vocabulary"),
+            f"is {model.vocabulary} but the tokenizer of {path[0]} makes {dataset.vocabulary} "
+            "different tokens",
+            f"Set model.vocabulary to {dataset.vocabulary} or more.",
+            (path,),
+        )
 
 
 def spelled_out(spec: RunSpec) -> RunSpec:

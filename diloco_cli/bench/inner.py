@@ -158,24 +158,22 @@ def _bare(spec: RunSpec, cores: set[int]) -> Iterator[Callable[[float], float]]:
 
 def _loop(pipe: Connection, spec: RunSpec, cores: list[int]) -> None:
     """Repeats the step for as long as asked; never more than one step ahead of the device."""
-    from diloco_cli.worker.engines.jax_engine import place
     from diloco_cli.worker.trainer.task import prepare, set_up
 
     set_up(cores)  # As a trainer does: otherwise the limit is not one.
     task = prepare(spec, REGION)
-    params, cursor = place(task.model.init(spec.seed)), task.stream.start()
-    state = task.step.init_state(params)
+    engine, cursor = task.step.engine(), task.stream.start()
+    engine.load(task.model.init(spec.seed), None)
     seconds = SETTLE_SECONDS  # The first round compiles and is not reported.
     while True:
         began, steps, last = time.monotonic(), 0, None
         while time.monotonic() < began + seconds:
             tokens, cursor = task.stream.batch(cursor)
-            params, state, loss = task.step.step(params, state, tokens)
+            loss = engine.step(tokens)
             if last is not None:
-                last.block_until_ready()
+                float(last)  # Waits for it.
             last, steps = loss, steps + 1
-        if last is not None:
-            last.block_until_ready()
+        engine.wait()
         pipe.send(steps * task.tokens / (time.monotonic() - began))
         seconds = pipe.recv()
 
@@ -233,12 +231,12 @@ def _next(mailbox: Mailbox, worker: LocalProcess) -> tuple[int, float]:
     while True:
         written, progress = path.stat().st_mtime_ns, mailbox.progress()
         if progress and path.stat().st_mtime_ns == written:
-            return progress["step"], written / 1e9
+            return progress.step, written / 1e9
 
 
 def _versions(mailbox: Mailbox) -> int:
     progress = mailbox.progress()
-    return sum(one["version"] for one in progress["fragments"]) if progress else 0
+    return sum(fragment.version for fragment in progress.fragments) if progress else 0
 
 
 def _wait(happened: Callable[[], bool], process: LocalProcess, verb: str) -> None:

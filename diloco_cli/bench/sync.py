@@ -163,8 +163,8 @@ def sync_spec(parameters: int, regions: int) -> RunSpec:
         "wire": {"up": {"kind": "int4"}, "down": {"kind": "int4"}},
         "server": {"listen": "127.0.0.1:0", "lease": 600.0},
     }
-    from diloco_cli.models.decoder import models
-    from diloco_cli.models.decoder import parameters as count
+    from diloco_cli.models import models
+    from diloco_cli.models import parameters as count
 
     one = count(models.build({**spec["model"], "vocabulary": 2}))
     block = count(models.build({**spec["model"], "layers": 2, "vocabulary": 2})) - one

@@ -1,9 +1,8 @@
-"""What is trained: named models, their tensors and their first weights.
+"""The decoder-only transformer: its options, its tensors, its first weights.
 
-A model is described here without JAX, so that a server can cut it into fragments and
-draw its first weights; the arithmetic is imported only by what trains.
+Described without JAX, so that a server can cut it into fragments and draw its first
+weights; the arithmetic is in decoder_flax.py and imported only to train.
 
-    params   dict of name → float32 array, everywhere
     embed, blocks.00.attention.q, blocks.00.ffn.gate, …, norm
 """
 
@@ -11,38 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from diloco_cli.core.fragments import Tensor
 from diloco_cli.errors import RegistryError
-from diloco_cli.registry import Registry
-
-if TYPE_CHECKING:
-    import jax
-
-LossFn = Callable[[dict[str, "jax.Array"], "jax.Array"], tuple["jax.Array", "jax.Array"]]
-"""(params, tokens[batch, sequence + 1]) → mean loss in nats a token, number of tokens."""
+from diloco_cli.models.protocol import LossFn, models
 
 PositiveInt = Annotated[int, Field(ge=1)]
-
-
-class Model(Protocol):
-    """Anything that has named tensors, first weights and a loss."""
-
-    def tensors(self) -> tuple[Tensor, ...]: ...
-    def init(self, seed: int) -> dict[str, np.ndarray]: ...
-    def loss_fn(self, *, penalties: bool = True) -> LossFn:
-        """Gives the loss; without penalties it is what held-out text is measured by."""
-        ...
-
-
-models: Registry[Model] = Registry("model")
 
 
 class Size(NamedTuple):
@@ -160,6 +139,16 @@ class Decoder:
             rope_theta=self.rope_theta,
         )
 
+    @property
+    def depth(self) -> int:
+        return self.shape.layers
+
+    def activation_bytes(self, tokens: float) -> float:
+        """Counts some vectors of each layer and token, and the logits, in float32."""
+        shape = self.shape
+        values = shape.layers * (8 * shape.width + 3 * shape.ffn) + 2 * shape.vocabulary
+        return 4 * tokens * values
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Names every tensor, always in the same order."""
         shape = self.shape
@@ -217,8 +206,3 @@ def _block(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
 
 def _divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
-
-
-def parameters(model: Any) -> int:
-    """Counts the numbers a model is made of."""
-    return sum(tensor.size for tensor in model.tensors())

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from diloco_cli.models.decoder import LossFn, Shape
+from diloco_cli.models.decoder import Shape
+from diloco_cli.models.protocol import LossFn
 
 
 class Attention(nnx.Module):

@@ -53,16 +53,11 @@ def memory(spec: RunSpec, scenario: Scenario) -> MemoryNeeds:
 
 
 def _activations(spec: RunSpec) -> float:
-    """What a backward pass keeps: some vectors of each layer and token, and the logits."""
-    from diloco_cli.models.decoder import models
+    from diloco_cli.models import Described, models
 
-    shape: Any = getattr(models.build(spec.model), "shape", None)
-    inner = spec.inner
+    model, inner = models.build(spec.model), spec.inner
     tokens = inner.batch * inner.sequence / inner.accumulate
-    if shape is None:
-        return 0.0
-    each = shape.layers * (8 * shape.width + 3 * shape.ffn) + 2 * shape.vocabulary
-    return FLOAT * tokens * each
+    return model.activation_bytes(tokens) if isinstance(model, Described) else 0.0
 
 
 @dataclass(frozen=True, slots=True)

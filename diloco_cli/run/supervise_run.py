@@ -39,7 +39,7 @@ from diloco_cli.run.goal import StopCondition
 from diloco_cli.system.locks import FileLock
 from diloco_cli.system.process_end import LastWords, exit_in_words
 from diloco_cli.system.wakeup import Signals
-from diloco_cli.worker.handover import end_trainer
+from diloco_cli.worker.agent.trainer_process import end_trainer
 from diloco_cli.worker.mailbox import Mailbox
 
 POLL_SECONDS = 1.0

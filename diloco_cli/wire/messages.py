@@ -157,7 +157,7 @@ class Joined(News):
     """Largest clock ever decided for this region, or −1."""
 
 
-class Progress(Request):
+class FragmentProgress(Request):
     version: Version
     steps: Amount
     """Inner steps held and not in flight."""
@@ -189,19 +189,18 @@ def _known(loss: Any) -> Any:
     return None if isinstance(loss, float) and not math.isfinite(loss) else loss
 
 
-class Heartbeat(Request):
-    epoch: Count
+class TrainerProgress(Request):
+    """How far a trainer has come: its progress.json, and what a heartbeat passes on of it."""
+
     step: Count
     training: Flag
-    stopping: Flag
     drained: Flag
-    fragments: tuple[Progress, ...]
+    fragments: tuple[FragmentProgress, ...]
     tokens: Tokens
     loss: Annotated[Number | None, BeforeValidator(_known)] = None
     """Of the last inner step; none that is not finite, so that a diverging region stays heard."""
     tokens_per_second: Annotated[float, Field(strict=True, ge=0)] = 0.0
     step_seconds: Seconds = 0.0
-    restarts: Count = 0
     worked: Seconds = 0.0
     """In inner steps, since the region began."""
     blocked: Seconds = 0.0
@@ -209,9 +208,29 @@ class Heartbeat(Request):
     lost: Amount = 0.0
     """Tokens trained and lost with a trainer that died, since the region began."""
     pace: Annotated[float, Field(strict=True, ge=0)] = 0.0
-    """Tokens a second when nothing is wrong."""
+    """Tokens per second when nothing is wrong."""
     why: Text = ""
     heldout: HeldOut | None = None
+
+    @classmethod
+    def none(cls, fragments: int) -> TrainerProgress:
+        """What is known of a trainer that has not reported yet."""
+        zeros = (0.0,) * fragments
+        return cls(
+            step=0,
+            training=False,
+            drained=False,
+            fragments=(FragmentProgress(version=-1, steps=0.0),) * fragments,
+            tokens=Tokens(
+                trained=zeros, applied=zeros, pending=zeros, refused=zeros, discarded=zeros
+            ),
+        )
+
+
+class Heartbeat(TrainerProgress):
+    epoch: Count
+    stopping: Flag
+    restarts: Count = 0
     images: dict[Count, Holding] = {}
     """What the region's agent has of each fragment; none of what it does not have yet."""
     mended: Count = 0

@@ -1,9 +1,10 @@
-"""One region: an agent that talks to the server, a trainer that trains, a mailbox of files between
-them.
+"""One region: server's versions and text in, pseudo-gradients out. Start with mailbox.py.
 
-    agent/       `diloco work`
-    engines/     The framework that computes a region's steps; the only place, with models, …
-    handover.py  A trainer that outlived its agent, in the hands of the next one
-    mailbox.py   the files through which a region's agent and its trainer talk, and which …
-    trainer/     The training process
+An agent talks to the server, a trainer trains, and files in a mailbox lie between them.
+
+    mailbox.py   the files through which agent and trainer talk, and which outlive both
+    agent/       `diloco work`: lease, uploads, downloads, the trainer's process
+    trainer/     the training process: inner steps, frames out, newer versions in
+    engines/     the framework that computes the steps
+    handover.py  the record by which a new agent recognises a trainer that outlived the last
 """

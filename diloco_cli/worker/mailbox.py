@@ -36,7 +36,7 @@ from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.system.files import keep_bytes
 from diloco_cli.system.locks import Busy, FileLock
 from diloco_cli.wire.frame import Frame, open_frame
-from diloco_cli.wire.messages import News
+from diloco_cli.wire.messages import News, TrainerProgress
 
 TRAINER_LOCK = "trainer.lock"
 SLOW = "slow"
@@ -226,15 +226,16 @@ class Mailbox:
     def write_calls(self, news: News) -> None:
         keep_bytes(self.calls_file, news.body(), durable=False)
 
-    def progress(self) -> dict[str, Any] | None:
-        """Reads what the trainer says of itself, in the words of a heartbeat."""
-        return _read_json(self.progress_file)
+    def progress(self) -> TrainerProgress | None:
+        """Reads the trainer's newest report; None before the first."""
+        try:
+            return TrainerProgress.model_validate_json(self.progress_file.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
 
-    def write_progress(self, progress: Mapping[str, Any]) -> None:
-        keep_bytes(self.progress_file, _json(progress), durable=False)
-
-    def trainer_papers(self) -> dict[str, Any] | None:
-        return _read_json(self.trainer_file)
+    def write_progress(self, progress: TrainerProgress) -> None:
+        data = _json(progress.model_dump(mode="json"))
+        keep_bytes(self.progress_file, data, durable=False)
 
     def trainer_lock_holder(self) -> int | None:
         """Says which process trains here; None when there is none."""

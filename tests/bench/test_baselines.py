@@ -44,19 +44,17 @@ def moments(hub: Any, what: str, region: str) -> list[float]:
 
 def trained_alone(spec: RunSpec, regions: list[str], steps: int) -> dict[str, np.ndarray]:
     """One process with everybody's batches in one, which is what all together must equal."""
-    from diloco_cli.worker.engines.jax_engine import fetch, place
     from diloco_cli.worker.trainer.task import prepare
 
     tasks = [prepare(spec, region) for region in regions]
-    step = tasks[0].step
-    params = place(tasks[0].model.init(spec.seed))
-    state = step.init_state(params)
+    engine = tasks[0].step.engine()
+    engine.load(tasks[0].model.init(spec.seed), None)
     cursors = [task.stream.start() for task in tasks]
     for _ in range(steps):
         read = [task.stream.batch(at) for task, at in zip(tasks, cursors, strict=True)]
         cursors = [cursor for _, cursor in read]
-        params, state, _ = step.step(params, state, np.concatenate([rows for rows, _ in read]))
-    return fetch(params)
+        engine.step(np.concatenate([rows for rows, _ in read]))
+    return engine.snapshot().params
 
 
 def test_rigid_goes_back_to_the_checkpoint_and_repeats_what_was_lost(tmp_path: Path):

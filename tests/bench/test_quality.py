@@ -25,7 +25,6 @@ from diloco_cli.bench.quality.table import rows, verdicts
 from diloco_cli.bench.quality.training import Trained, Training
 from diloco_cli.core import unmerged_work
 from diloco_cli.errors import SpecError, StoreError
-from diloco_cli.worker.engines.jax_engine import fetch, place
 
 EVERY, ROUNDS, SEED = 4, 5, 7
 SMALL = Budget(
@@ -69,17 +68,17 @@ def textbook_loop() -> dict[str, np.ndarray]:
     weights = tasks[0].model.init(SEED)
     speed = {name: np.zeros_like(values) for name, values in weights.items()}
     lr, momentum = (np.float32(spec.outer[key]) for key in ("lr", "momentum"))
+    engines = [task.step.engine() for task in tasks]
     states: list = [None, None]
     cursors = [task.stream.start() for task in tasks]
     for number in range(ROUNDS):
         moved = []
         for region, task in enumerate(tasks):
-            params = place(weights)
-            state = states[region] or task.step.init_state(params)
+            engines[region].load(weights, states[region])
             for _ in range(EVERY):
                 tokens, cursors[region] = task.stream.batch(cursors[region])
-                params, state, _ = task.step.step(params, state, tokens)
-            states[region], after = state, fetch(params)
+                engines[region].step(tokens)
+            after, states[region] = engines[region].snapshot()
             moved.append({name: weights[name] - after[name] for name in weights})
         for name in weights:
             mean = (moved[0][name] + moved[1][name]) / 2

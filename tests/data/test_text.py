@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_cli.data import Stream, datasets, place_of, shuffled
 from diloco_cli.data import text as data
-from diloco_cli.data.text import PythonSource, Stream, Text, datasets, place_of, shuffled
+from diloco_cli.data.text import PythonSource, Text
 from diloco_cli.errors import RegistryError, SpecError
 from diloco_cli.spec.schema import RunSpec
 

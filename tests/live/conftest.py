@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from diloco_cli.worker.handover import end_trainer
+from diloco_cli.worker.agent.trainer_process import end_trainer
 from diloco_cli.worker.mailbox import Mailbox
 from tests.live.processes import Live
 

@@ -21,6 +21,7 @@ from diloco_cli.net.options import Options
 from diloco_cli.observe.status import RegionStatus, Status
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.wire.messages import TrainerProgress
 from diloco_cli.worker.mailbox import Mailbox
 
 
@@ -75,8 +76,8 @@ class Live:
     def region(self, name: str) -> RegionStatus:
         return next(region for region in self.status().regions if region.name == name)
 
-    def progress(self, region: str) -> dict[str, Any]:
-        return Mailbox(self.folder / "regions" / region).progress() or {"step": 0}
+    def progress(self, region: str) -> TrainerProgress:
+        return Mailbox(self.folder / "regions" / region).progress() or TrainerProgress.none(0)
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())

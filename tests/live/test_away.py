@@ -31,7 +31,7 @@ def diloco(*arguments: Any) -> tuple[int, str, str]:
 
 def held(run: Live) -> float:
     """Steps of work that the trainer holds, all fragments together."""
-    return sum(each["steps"] for each in run.progress("paris").get("fragments", ()))
+    return sum(fragment.steps for fragment in run.progress("paris").fragments)
 
 
 def outbox(run: Live) -> list[Path]:
@@ -47,8 +47,8 @@ def test_a_server_long_away_and_one_that_comes_back_older(live):
     old = shutil.copytree(run.folder / "server", run.folder.parent / "copy")
 
     # Away: the region trains on and holds what it has; what it wants to send does not pile up.
-    step = run.progress("paris")["step"]
-    run.wait_for(lambda: run.progress("paris")["step"] > step + 200, agent)
+    step = run.progress("paris").step
+    run.wait_for(lambda: run.progress("paris").step > step + 200, agent)
     before = held(run)
     run.wait_for(lambda: held(run) > before + 100, agent)
     assert len(outbox(run)) <= 2, "one frame for each fragment"

@@ -9,7 +9,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from diloco_cli.assemble import load_run
-from diloco_cli.worker.engines.jax_engine import place
 from diloco_cli.worker.trainer.task import prepare
 
 pytestmark = pytest.mark.live
@@ -47,5 +46,5 @@ def test_the_pulled_weights_have_the_held_out_loss_the_server_reports(tmp_path):
     assert pulled.returncode == 0, pulled.stderr
     spec = load_run(folder / "spec.resolved.yaml").spec
     task = prepare(spec, min(region.name for region in spec.regions))  # It evaluates.
-    loss = task.step.evaluate(place(load_file(file)), task.stream.heldout(spec.evaluate.batches))
+    loss = task.step.engine().evaluate(load_file(file), task.stream.heldout(spec.evaluate.batches))
     assert loss == pytest.approx(summary["loss"]["heldout"], abs=1e-5)

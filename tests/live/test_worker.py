@@ -27,15 +27,15 @@ def test_a_run_survives_the_death_of_each_of_its_processes(live):
     run.wait_for(lambda: run.region("paris").restarts == 1, server, agent)
     # What the dead one had posted may still be applied first: wait for the new one's own work.
     run.wait_for(lambda: len(run.trainers()) == 1, server, agent)
-    step = run.progress("paris")["step"]
-    run.wait_for(lambda: run.progress("paris")["step"] > step, server, agent)
+    step = run.progress("paris").step
+    run.wait_for(lambda: run.progress("paris").step > step, server, agent)
 
     # The agent: its trainer trains on, and the next agent takes it over. No step is lost.
     [trainer] = run.trainers()
     os.kill(agent.pid, signal.SIGKILL)
     run.exit_code(agent)
-    step = run.progress("paris")["step"]
-    run.wait_for(lambda: run.progress("paris")["step"] > step + 50, server)
+    step = run.progress("paris").step
+    run.wait_for(lambda: run.progress("paris").step > step + 50, server)
     agent = run.work("paris")
     applied = run.status().tokens.applied
     run.wait_for(lambda: run.status().tokens.applied > applied, server, agent)
@@ -47,8 +47,8 @@ def test_a_run_survives_the_death_of_each_of_its_processes(live):
 
     # The server: training goes on without it, and what was trained meanwhile is merged.
     server.kill()
-    step = run.progress("paris")["step"]
-    run.wait_for(lambda: run.progress("paris")["step"] > step + 50, agent)
+    step = run.progress("paris").step
+    run.wait_for(lambda: run.progress("paris").step > step + 50, agent)
     server = run.serve()
     assert [one.pid for one in run.trainers()] == [trainer.pid]
     outer_steps = run.status().outer_steps

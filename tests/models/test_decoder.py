@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from diloco_cli.errors import RegistryError
-from diloco_cli.models import decoder_flax
-from diloco_cli.models.decoder import Decoder, models, parameters
+from diloco_cli.models import decoder_flax, models, parameters
+from diloco_cli.models.decoder import Decoder
 from diloco_cli.worker.engines.jax_engine import use_compile_cache
 
 use_compile_cache()

@@ -14,7 +14,7 @@ import pytest
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Header, pack
-from diloco_cli.wire.messages import News
+from diloco_cli.wire.messages import News, TrainerProgress
 from diloco_cli.worker.mailbox import Fate, FolderOwner, Image, Mailbox, stamp
 
 WEIGHTS = np.arange(1000, dtype=np.float32)
@@ -47,18 +47,22 @@ def some_news(**changes):
     return News.model_validate({**said, **quiet, **changes})
 
 
+def progress_at(step: int) -> TrainerProgress:
+    return TrainerProgress.none(2).model_copy(update={"step": step})
+
+
 def test_what_is_put_in_comes_out(mailbox):
     mailbox.write_identity(FolderOwner("me", 3, "run-1", 17))
     mailbox.write_fate(1, Fate("d" * 64, "returned", "too old"))
     mailbox.write_calls(some_news())
-    mailbox.write_progress({"step": 5})
+    mailbox.write_progress(progress_at(5))
     mailbox.post(3, a_frame())
     mailbox.write_image(0, Image(9, {"paris": "e" * 64}, vector_digest(WEIGHTS), WEIGHTS))
 
     assert mailbox.identity() == FolderOwner("me", 3, "run-1", 17)
     assert mailbox.fate(1) == Fate("d" * 64, "returned", "too old")
     assert mailbox.calls() == some_news()
-    assert mailbox.progress() == {"step": 5}
+    assert mailbox.progress() == progress_at(5)
     frame = mailbox.frame(3)
     assert frame is not None and (frame.header.clock, frame.values()[0]) == (7, 7.0)
     image = mailbox.image(0)
@@ -75,9 +79,9 @@ def test_an_empty_mailbox_is_no_mistake(mailbox):
 
 
 def test_every_replacement_can_be_seen_without_reading(mailbox):
-    mailbox.write_progress({"step": 1})
+    mailbox.write_progress(progress_at(1))
     before = stamp(mailbox.progress_file)
-    mailbox.write_progress({"step": 2})
+    mailbox.write_progress(progress_at(2))
     assert stamp(mailbox.progress_file) != before
 
 
@@ -110,7 +114,7 @@ def test_a_post_is_durable_before_it_is_visible(mailbox, monkeypatch):
     assert order == ["fsync", "rename", "fsync"]
 
     order.clear()
-    mailbox.write_progress({"step": 1})
+    mailbox.write_progress(progress_at(1))
     assert order == ["rename"], "what may be lost does not wait for the disk"
 
 
@@ -132,16 +136,17 @@ import sys
 from pathlib import Path
 import numpy as np
 from diloco_cli.wire.digest import vector_digest
+from diloco_cli.wire.messages import TrainerProgress
 from diloco_cli.worker.mailbox import Image, Mailbox
 mailbox = Mailbox(Path(sys.argv[1]))
 frames = [bytes.fromhex(line) for line in sys.stdin]
-number = 0
+number, progress = 0, TrainerProgress.none(500)
 while True:
     number += 1
     mailbox.post(0, frames[number % 2])
     weights = np.full(50_000, number, np.float32)
     mailbox.write_image(0, Image(number, {}, vector_digest(weights), weights))
-    mailbox.write_progress({"step": number, "filler": "x" * 5000})
+    mailbox.write_progress(progress.model_copy(update={"step": number}))
     print(number, flush=True)
 """
 
@@ -174,7 +179,7 @@ def look_at_everything(mailbox):
     frame, image, progress = mailbox.frame(0), mailbox.image(0), mailbox.progress()
     assert frame is not None and frame.values()[0] == frame.header.clock
     assert image is not None and vector_digest(image.weights) == image.published
-    assert progress is not None and len(progress["filler"]) == 5000
+    assert progress is not None and len(progress.fragments) == 500
 
 
 def test_half_a_checkpoint_of_a_killed_trainer_does_not_stay_for_ever(mailbox):

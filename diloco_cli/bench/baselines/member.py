@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from diloco_cli.assemble import load_run
 from diloco_cli.bench.baselines.messages import GRADIENT, STATE, MessageHead, MessageSocket, chunks
 from diloco_cli.errors import DilocoError
 from diloco_cli.system.files import keep_files
-from diloco_cli.worker.engines.jax_engine import fetch, flatten_state, place, restore_state
+from diloco_cli.worker.engines.jax_engine import JaxStep, fetch, flatten_state, place, restore_state
 from diloco_cli.worker.trainer import checkpoint
 from diloco_cli.worker.trainer.checkpoint import Checkpoint
 from diloco_cli.worker.trainer.task import Task, prepare, set_up
@@ -50,17 +50,18 @@ class Halves:
     """A step in two halves, with the gradient as one vector in between."""
 
     def __init__(self, task: Task, kind: str) -> None:
+        step = cast(JaxStep, task.step)
         like = {tensor.name: jnp.zeros(tensor.shape) for tensor in task.model.tensors()}
         flat, apart = ravel_pytree(like)
         self.kind = np.dtype(TYPES[kind])
         self.bytes = flat.size * self.kind.itemsize
 
         def slope(params: Any, tokens: Any) -> tuple[jax.Array, jax.Array]:
-            loss, found = task.step.gradient(params, tokens)
+            loss, found = step.gradient(params, tokens)
             return loss, ravel_pytree(found)[0].astype(self.kind)
 
         def move(params: Any, state: Any, loss: jax.Array, vector: jax.Array) -> Any:
-            return task.step.move(params, state, loss, apart(vector.astype(jnp.float32)))
+            return step.move(params, state, loss, apart(vector.astype(jnp.float32)))
 
         self.slope, self.move = jax.jit(slope), jax.jit(move, donate_argnums=(0, 1))
 
@@ -70,6 +71,7 @@ class ParallelMember:
         self, task: Task, halves: Halves, line: MessageSocket, files: Path, pace: float
     ) -> None:
         self.task, self.halves, self.line, self.files = task, halves, line, files
+        self.compiled = cast(JaxStep, task.step)
         self.pace, self.factor, self.due = pace, 1.0, 0.0
         self.step = self.attempt = 0
         self.params: Any = None
@@ -106,11 +108,11 @@ class ParallelMember:
         if self.checkpoint.exists():
             saved = checkpoint.load(self.checkpoint)
             self.params = place(saved.params)
-            self.state = restore_state(self.task.step, self.params, saved.opt_state)
+            self.state = restore_state(self.compiled, self.params, saved.opt_state)
             self.step = saved.step
         else:
             self.params, self.step = place(self.task.model.init(self.task.spec.seed)), 0
-            self.state = self.task.step.init_state(self.params)
+            self.state = self.compiled.init_state(self.params)
         self.line.say(loaded=self.step, seconds=time.monotonic() - began)
 
     def give(self, words: dict[str, Any]) -> None:
@@ -123,7 +125,7 @@ class ParallelMember:
         """Gets ready for what another member gives, or takes over what has arrived."""
         if not words["arrived"]:
             self.params = place(self.task.model.init(self.task.spec.seed))
-            self.state = self.task.step.init_state(self.params)
+            self.state = self.compiled.init_state(self.params)
             self.arrived = bytearray(len(self.holdings()))
             return
         data, at = memoryview(self.arrived), 0
@@ -133,7 +135,7 @@ class ParallelMember:
                 group[name] = np.frombuffer(part, values.dtype).reshape(values.shape)
                 at += values.nbytes
         self.params = place(own[0])
-        self.state = restore_state(self.task.step, self.params, own[1])
+        self.state = restore_state(self.compiled, self.params, own[1])
         self.step, self.arrived = words["step"], bytearray()
         self.line.say(loaded=self.step)
 
@@ -237,7 +239,7 @@ class ParallelMember:
 
     def evaluate(self, weights: dict[str, np.ndarray]) -> float:
         batches = self.task.stream.heldout(self.task.spec.evaluate.batches)
-        return self.task.step.evaluate(place(weights), batches)
+        return self.compiled.evaluate(place(weights), batches)
 
 
 def warm(task: Task, halves: Halves) -> None:
@@ -245,7 +247,7 @@ def warm(task: Task, halves: Halves) -> None:
     params = place(task.model.init(task.spec.seed))
     tokens, _ = task.stream.batch(task.stream.start())
     loss, vector = halves.slope(params, tokens)
-    _, _, loss = halves.move(params, task.step.init_state(params), loss, vector)
+    _, _, loss = halves.move(params, cast(JaxStep, task.step).init_state(params), loss, vector)
     loss.block_until_ready()
     gc.collect()
     gc.freeze()

@@ -23,9 +23,9 @@ from diloco_cli.bench.quality.cells import Cell
 from diloco_cli.bench.quality.learner import TrainingOptions
 from diloco_cli.bench.quality.training import Trained, Training
 from diloco_cli.core.fragments import cut
-from diloco_cli.data.text import Share, Stream, datasets
+from diloco_cli.data import Share, Stream, datasets
 from diloco_cli.errors import RunFailed
-from diloco_cli.models.decoder import Model, models
+from diloco_cli.models import Model, models
 from diloco_cli.sim import faults
 from diloco_cli.sim.network import Link
 from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario, ServerSite
@@ -151,12 +151,12 @@ def _short(value: Any) -> Any:
 def _parallel(spec: RunSpec) -> Trained:
     """Plain training with the whole batch: what data parallel computes."""
     task = task_of(spec, "r0", 0, 1)
-    params = place(task.model.init(spec.seed))
-    state, cursor = task.step.init_state(params), task.stream.start()
+    engine, cursor = task.step.engine(), task.stream.start()
+    engine.load(task.model.init(spec.seed), None)
     for _ in range(horizon(spec, "r0")):
         tokens, cursor = task.stream.batch(cursor)
-        params, state, _ = task.step.step(params, state, tokens)
-    weights = {name: np.array(values) for name, values in params.items()}
+        engine.step(tokens)
+    weights = engine.snapshot().params
     return Trained(weights, spec.budget.tokens, 1.0, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
 
 

@@ -1,8 +1,9 @@
 """A region of a rehearsal that really trains, on a virtual clock.
 
 When a step ends, how long a frame travels and when somebody dies are the simulator's
-business; weights, books and frames are those of a live trainer (`worker/holdings.py`).
-Steps are made when somebody asks for their result, not one by one as time passes.
+business; weights, books and frames are those of a live trainer
+(`worker/trainer/weights_and_books.py`). Steps are made when
+their result is asked for, not one by one as time passes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from diloco_cli.core import unmerged_work
-from diloco_cli.core.fragments import gather, scatter
+from diloco_cli.core.fragments import scatter
 from diloco_cli.core.pace import Report
-from diloco_cli.core.unmerged_work import Book, Posted, Totals, Work
+from diloco_cli.core.unmerged_work import Book
 from diloco_cli.server.versions.next_version import Version
 from diloco_cli.sim.region import SimulatedRegion
 from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario
@@ -23,7 +24,12 @@ from diloco_cli.wire.frame import Frame, open_frame, pack
 from diloco_cli.worker.mailbox import Fate, Image
 from diloco_cli.worker.trainer.checkpoint import Checkpoint
 from diloco_cli.worker.trainer.mail import IncomingImage
-from diloco_cli.worker.trainer.resume import ResumePoint, mixed, read_book
+from diloco_cli.worker.trainer.resume import (
+    RegionPlace,
+    ResumePoint,
+    newest_cursor,
+    resume_fragment,
+)
 from diloco_cli.worker.trainer.task import Task
 from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
 
@@ -95,7 +101,7 @@ class TrainingRegion(SimulatedRegion):
             anchors=anchors,
             params=params or self.task.model.init(self.task.spec.seed),
             opt_state=saved.opt_state if saved else None,
-            cursor=self._cursor(saved) if saved else None,
+            cursor=newest_cursor(saved, self.sent.values()) if saved else None,
             clock=max([saved.clock if saved else 0, *(book.posted for book in books)]),
             resumed=saved is not None,
         )
@@ -151,11 +157,14 @@ class TrainingRegion(SimulatedRegion):
     def adopt(self, number: int, version: int, merged: str) -> bool:
         if version <= self.own.books[number].version:
             return False
-        new, sent = self.around.version(number, version), self.sent.get(number)
+        sent = self.sent.get(number)
         ours = sent.values() if sent and sent.digest == merged else None
-        image = Image(version, new.merged, new.digest, new.state.published)
-        self.own.adopt(number, IncomingImage(image, merged, ours))
+        self.own.adopt(number, IncomingImage(self._image(number, version), merged, ours))
         return True
+
+    def _image(self, number: int, version: int) -> Image:
+        made = self.around.version(number, version)
+        return Image(version, made.merged, made.digest, made.state.published)
 
     def answered(self, number: int, digest: str, fate: str) -> None:
         self.own.answered(number, Fate(digest, fate, ""))  # pyright: ignore[reportArgumentType]
@@ -181,43 +190,21 @@ class TrainingRegion(SimulatedRegion):
     def _restore(self, saved: Checkpoint) -> None:
         """Stands where checkpoint, outbox and the images adopted so far say, as a trainer does."""
         before = self._trained()
+        place = RegionPlace(self.name, self.task.layout, self.task.alpha)
         books, anchors, params = [], [], dict(saved.params)
         for fragment in self.task.layout.fragments:
-            book, anchor, local = self._stand_on(saved, fragment.number)
+            number = fragment.number
+            image = self._image(number, self.own.books[number].version)
+            book, anchor, local = resume_fragment(
+                place, fragment, saved, self.sent.get(number), image
+            )
             books.append(book)
             anchors.append(anchor)
             scatter(local, fragment, params)
         self.own = self._holdings(books, anchors, saved, params)
         self.around.lost(before - self._trained())
 
-    def _stand_on(self, saved: Checkpoint, number: int) -> tuple[Book, np.ndarray, np.ndarray]:
-        fragment, frame = self.task.layout.fragments[number], self.sent.get(number)
-        image = self.around.version(number, self.own.books[number].version)
-        book, origin = unmerged_work.start(
-            read_book(saved.books[number]), _posted(frame) if frame else None, self.task.alpha
-        )
-        if origin == "checkpoint":
-            held = saved.anchors[number] - gather(saved.params, fragment)
-        else:
-            held = frame.values() if frame and origin == "frame" else np.zeros(fragment.size, "f4")
-        if image.number > book.version:
-            merged = image.merged.get(self.name, "")
-            book, mix = unmerged_work.settle(book, image.number, merged, self.task.alpha)
-            held = mixed(held, mix, frame.values if frame else None)
-        return book, image.state.published, image.state.published - held
-
     def _trained(self) -> float:
         sizes = [fragment.size for fragment in self.task.layout.fragments]
         trained = [book.totals.trained for book in self.own.books]
         return sum(a * b for a, b in zip(sizes, trained, strict=True)) / sum(sizes)
-
-    def _cursor(self, saved: Checkpoint) -> dict[str, int]:
-        """The newest known, so that posted batches are not trained again."""
-        known = [(frame.header.clock, frame.header.cursor) for frame in self.sent.values()]
-        return dict(max([(saved.clock, saved.cursor), *known], key=lambda pair: pair[0])[1])
-
-
-def _posted(frame: Frame) -> Posted:
-    said = frame.header
-    work, totals = Work(said.tokens, said.steps), Totals(**said.totals)
-    return Posted(said.clock, said.base, said.prev, work, frame.digest, totals)

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from diloco_cli.sim.simulator import Simulation
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Frame, open_frame
-from diloco_cli.worker.engines.jax_engine import JaxStep
+from diloco_cli.worker.engines.jax_engine import JaxEngine, JaxStep
 from diloco_cli.worker.trainer.task import Task
 from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
 
@@ -135,7 +135,7 @@ class Training(Simulation):
     def region_of(self, site: RegionSite) -> SimulatedRegion:
         learner = TrainingRegion(site, self.scenario, self._tasks[site.name], self, self._habits)
         self.learners.append(learner)
-        step = learner.task.step
+        step = cast(JaxStep, learner.task.step)
         self._alike[step] = self._alike.get(step, 0) + 1
         return learner
 
@@ -222,7 +222,7 @@ def train_together(learners: Sequence[TrainingRegion], alike: Mapping[JaxStep, i
     """
     groups: dict[JaxStep, list[TrainingRegion]] = {}
     for learner in learners:
-        groups.setdefault(learner.task.step, []).append(learner)
+        groups.setdefault(cast(JaxStep, learner.task.step), []).append(learner)
     for step, group in groups.items():
         if 1 < len(group) == alike[step]:
             _train_abreast(step, [learner.own for learner in group])
@@ -236,9 +236,13 @@ def train_together(learners: Sequence[TrainingRegion], alike: Mapping[JaxStep, i
 def _train_abreast(step: JaxStep, own: Sequence[WeightsAndBooks]) -> None:
     batches = [one.task.stream.batch(one.cursor) for one in own]
     tokens = np.stack([tokens for tokens, _ in batches])
-    moved = _abreast(step)([one.params for one in own], [one.state for one in own], tokens)
-    for one, params, state, (_, cursor) in zip(own, *moved, batches, strict=True):
-        one.moved(params, state, cursor)
+    engines = [cast(JaxEngine, one.engine) for one in own]
+    moved = _abreast(step)(
+        [engine.params for engine in engines], [engine.state for engine in engines], tokens
+    )
+    for one, engine, params, state, (_, cursor) in zip(own, engines, *moved, batches, strict=True):
+        engine.params, engine.state = params, state
+        one.stepped(cursor)
 
 
 @functools.lru_cache(maxsize=24)

@@ -16,7 +16,6 @@ from diloco_cli.core.fragments import Fragment, gather, scatter
 from diloco_cli.merge.rules import merge, weight
 from diloco_cli.run.scaffold import TEMPLATES
 from diloco_cli.wire.codecs import Codec
-from diloco_cli.worker.engines.jax_engine import fetch, place
 from diloco_cli.worker.trainer.task import Task, prepare
 
 
@@ -58,7 +57,8 @@ class _Region:
     def __init__(self, task: Task, up: Codec) -> None:
         self.task, self.up = task, up
         self.cursor = task.stream.start()
-        self.state = None
+        self.engine = task.step.engine()
+        self.engine.load(task.model.init(task.spec.seed), None)
         self.held = [np.zeros(each.size, np.float32) for each in task.layout.fragments]
 
     def train(
@@ -66,17 +66,12 @@ class _Region:
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Trains from the published weights less what is held; gives deltas, and as decoded."""
         fragments = self.task.layout.fragments
-        start = {name: values.copy() for name, values in published.items()}
         for fragment, held in zip(fragments, self.held, strict=True):
-            scatter(gather(published, fragment) - held, fragment, start)
-        params = place(start)
-        if self.state is None:
-            self.state = self.task.step.init_state(params)
+            self.engine.write(fragment, gather(published, fragment) - held)
         for _ in range(steps):
             tokens, self.cursor = self.task.stream.batch(self.cursor)
-            params, self.state, _ = self.task.step.step(params, self.state, tokens)
-        local = fetch(params)
-        deltas = [gather(published, each) - gather(local, each) for each in fragments]
+            self.engine.step(tokens)
+        deltas = [gather(published, part) - self.engine.read(part) for part in fragments]
         decoded = [self.up.decode(self.up.encode(delta), delta.size) for delta in deltas]
         self.held = [delta - back for delta, back in zip(deltas, decoded, strict=True)]
         return deltas, decoded

@@ -1,9 +1,9 @@
-"""`diloco work`: holds the lease, moves frames and versions, keeps the trainer running. Start with
-agent.py.
+"""`diloco work`: frames from the mailbox go to the server, its news and versions come back; the
+trainer is kept running. Start with agent.py.
 
-    agent.py              `diloco work`: a region's agent holds the lease, moves the mail, …
+    agent.py              joins, starts and restarts the trainer, leaves
     join.py               may this folder speak for its region?
-    published_weights.py  bringing a region's copy of the published weights up to date
-    sync_threads.py       the mail between a region's mailbox and the server, for as long as …
-    trainer_process.py    the trainer as a process: started, rung, told to stop, never left …
+    sync_threads.py       the traffic between mailbox and server while one epoch lasts
+    published_weights.py  brings the region's copy of the published weights up to date
+    trainer_process.py    the trainer as a process: started by us, or taken over
 """

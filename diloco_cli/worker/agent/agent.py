@@ -18,11 +18,10 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.net.client import Client, FencedError
@@ -33,12 +32,13 @@ from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system import logs
+from diloco_cli.system.process_end import exit_in_words
 from diloco_cli.system.wakeup import Wakeup, exit_at_once, stop_on_signals, wake_on_input
-from diloco_cli.wire.messages import Joined
+from diloco_cli.wire.messages import Joined, TrainerProgress
 from diloco_cli.worker.agent.join import RegionJoin, SharedSettings
-from diloco_cli.worker.agent.sync_threads import SyncThreads
-from diloco_cli.worker.agent.trainer_process import TrainerProcess, how_it_ended
-from diloco_cli.worker.handover import InheritedTrainer, adopt, papers
+from diloco_cli.worker.agent.sync_threads import Idle, Reporting, SyncThreads
+from diloco_cli.worker.agent.trainer_process import InheritedTrainer, TrainerProcess, take_over
+from diloco_cli.worker.handover import HandoverRecord
 from diloco_cli.worker.mailbox import Mailbox
 
 __all__ = ["Agent", "SharedSettings", "work"]
@@ -57,6 +57,8 @@ HEALTHY_SECONDS = 60.0
 LONGEST_PAUSE = 30.0
 TELL_SECONDS = 60.0
 """Between two lines that say how far the region is."""
+MOST_LETTERS = 600
+"""Of a reason that is passed on; a heartbeat has room for a thousand."""
 PERMANENT: dict[int, type[DilocoError]] = {2: SpecError, 5: StoreError}
 """A trainer that ends with one of these would only do so again."""
 
@@ -127,32 +129,32 @@ class Agent:
         self.events = EventLog(folder / "events.jsonl", region)
         self.options, self.connect = options, partial(Client, url)
         self.trainer: TrainerProcess | InheritedTrainer | None = None
-        self._courier: SyncThreads | None = None
+        self._sync: SyncThreads | None = None
         self.restarts = 0
-        self._failures, self._since, self._again_at = 0, 0.0, 0.0
+        self._failures, self._since, self._restart_at = 0, 0.0, 0.0
         self._finished_at: float | None = None
         self._told_at: float | None = None
 
     def run(self, *, wait: float) -> int:
         """Joins and serves, as often as it is fenced; says the exit code."""
-        door = RegionJoin(self.mailbox, self.region, self.terms, self.wakeup)
-        door.boot()
+        join = RegionJoin(self.mailbox, self.region, self.terms, self.wakeup)
+        join.boot()
         self._adopt_trainer()
         try:
-            return self._run(door, wait=float("inf") if self.trainer else wait)
+            return self._run(join, wait=float("inf") if self.trainer else wait)
         finally:
             self._stop_trainer()
             self.mailbox.remove_fifos()
 
-    def _run(self, door: RegionJoin, *, wait: float) -> int:
+    def _run(self, join: RegionJoin, *, wait: float) -> int:
         with self.connect(replace(self.options, retry=ONCE)) as server:
-            about = door.ask(server.run, wait=wait)
+            about = join.ask(server.run, wait=wait)
             if about is None:
                 return 0
-            door.check(about)
+            join.check(about)
             self.connect = partial(self.connect, run=about.run)
             # Once it was there it may be away for any time.
-            while (joined := door.join(server, about.run, wait=wait)) is not None:
+            while (joined := join.join(server, about.run, wait=wait)) is not None:
                 wait = float("inf")
                 if joined.high > self._own_clock(len(joined.versions)):
                     self._stop_trainer()  # Another folder spoke for us meanwhile: begin anew.
@@ -168,16 +170,16 @@ class Agent:
         identity = self.mailbox.identity()
         if identity is None:
             return
-        wanted = papers(self.argv, self.log.parent.parent / RESOLVED, identity)
-        self.trainer = adopt(
-            self.mailbox, wanted, self.log, heard=self._heard, ended=self.wakeup.wake
+        record = HandoverRecord.of(self.argv, self.log.parent.parent / RESOLVED, identity)
+        self.trainer = take_over(
+            self.mailbox, record, self.log, on_output=self._heard, on_end=self.wakeup.wake
         )
         if self.trainer:
             self._since = time.monotonic()
-            step = (self.mailbox.progress() or {}).get("step")
-            about = {"pid": self.trainer.pid, "step": step}
-            self.events.note("trainer-adopted", region=self.region, **about)
-            log.info(f"took over the trainer {self.trainer.pid} at step {step}")
+            progress, pid = self.mailbox.progress(), self.trainer.pid
+            step = progress.step if progress else None
+            self.events.note("trainer-adopted", region=self.region, pid=pid, step=step)
+            log.info(f"took over the trainer {pid} at step {step}")
 
     def _own_clock(self, fragments: int) -> int:
         """The newest clock that this folder has put on a frame."""
@@ -189,63 +191,63 @@ class Agent:
     # While we hold the lease
 
     def _serve(self, joined: Joined) -> int:
-        courier = SyncThreads(
+        sync = SyncThreads(
             self.mailbox,
             self.region,
             joined,
             connect=self.connect,
             options=self.options,
             events=self.events,
-            on_mail=self._ring_trainer,
+            on_mail=self._wake_trainer,
             on_change=self.wakeup.wake,
         )
-        self._courier = courier
+        self._sync = sync
         log.info(f"joined as epoch {joined.epoch}, versions {list(joined.versions)}")
         if self.trainer:
             self._heard(b"posted progress")
         else:
-            self._tell(courier, "fetching the published weights")
-        courier.start()
+            self._idle(sync, "fetching the published weights")
+        sync.start()
         try:
-            return self._supervise(courier)
+            return self._supervise(sync)
         finally:
-            courier.close()
-            courier.wait(KILL_SECONDS)
+            sync.close()
+            sync.wait(KILL_SECONDS)
 
-    def _supervise(self, courier: SyncThreads) -> int:
+    def _supervise(self, sync: SyncThreads) -> int:
         self._failures = 0
-        self._again_at = 0.0
+        self._restart_at = 0.0
         while True:
-            if courier.trouble:
-                raise courier.trouble
-            if self.wakeup.stop_reason or courier.news.stop:
-                return self._leave(courier, self.wakeup.stop_reason or "the run was stopped")
-            if courier.up_to_date.is_set():
-                if self.trainer is None and time.monotonic() >= self._again_at:
-                    self._start_trainer(courier)
+            if sync.trouble:
+                raise sync.trouble
+            if self.wakeup.stop_reason or sync.news.stop:
+                return self._leave(sync, self.wakeup.stop_reason or "the run was stopped")
+            if sync.up_to_date.is_set():
+                if self.trainer is None and time.monotonic() >= self._restart_at:
+                    self._start_trainer(sync)
                 elif self.trainer and self.trainer.code is not None:
-                    code = self._buried(courier, self.trainer.code)
-                    if code == 0 and courier.news.finished:
-                        return self._leave(courier, "the run is finished")
+                    code = self._note_end(sync, self.trainer.code)
+                    if code == 0 and sync.news.finished:
+                        return self._leave(sync, "the run is finished")
                     continue  # The next one may be due already.
-            if courier.news.finished and self._is_late():
-                return self._leave(courier, "the run is finished")
-            self._say_how_it_goes(courier)
+            if sync.news.finished and self._is_late():
+                return self._leave(sync, "the run is finished")
+            self._say_how_it_goes(sync)
             self._pause(self._until_next_start())
 
-    def _say_how_it_goes(self, courier: SyncThreads) -> None:
+    def _say_how_it_goes(self, sync: SyncThreads) -> None:
         """Says a line when training begins, and one every minute from then on."""
-        spoken = self.trainer and courier.state["training"] is None
-        now, said = time.monotonic(), self.mailbox.progress() if spoken else None
-        if not said or (self._told_at is None and not said.get("training")):
+        reporting = self.trainer and isinstance(sync.trainer, Reporting)
+        now, progress = time.monotonic(), self.mailbox.progress() if reporting else None
+        if progress is None or (self._told_at is None and not progress.training):
             return
         if self._told_at is None or now - self._told_at >= TELL_SECONDS:
             first, self._told_at = self._told_at is None, now
-            log.info(f"training begins: {how_far(said)}" if first else how_far(said))
+            log.info(f"training begins: {how_far(progress)}" if first else how_far(progress))
 
     def _until_next_start(self) -> float:
         """How long to sleep; a wake-up ends it for everything but a pause that is over."""
-        left = self._again_at - time.monotonic()
+        left = self._restart_at - time.monotonic()
         return left if self.trainer is None and 0 < left < 1 else 1.0
 
     def _is_late(self) -> bool:
@@ -254,80 +256,79 @@ class Agent:
         return time.monotonic() - self._finished_at > FINISH_SECONDS
 
     def _heard(self, words: bytes) -> None:
-        if (courier := self._courier) is None:
+        if (sync := self._sync) is None:
             return
         if self.trainer is None or self.trainer.code is None:  # Its end is told by us.
-            courier.state.update(training=None, why=None)
-        courier.heard(words)
+            sync.trainer = Reporting()
+        sync.wake(words)
 
-    def _start_trainer(self, courier: SyncThreads) -> None:
-        self._tell(courier, "starting the trainer")
+    def _start_trainer(self, sync: SyncThreads) -> None:
+        self._idle(sync, "starting the trainer")
         self._since = time.monotonic()
         self._told_at = None
         self.trainer = TrainerProcess(
-            self.argv, self.log, heard=self._heard, ended=self.wakeup.wake
+            self.argv, self.log, on_output=self._heard, on_end=self.wakeup.wake
         )
-        about = {"pid": self.trainer.pid, "restarts": self.restarts}
-        self.events.note("trainer-started", region=self.region, **about)
+        pid, restarts = self.trainer.pid, self.restarts
+        self.events.note("trainer-started", region=self.region, pid=pid, restarts=restarts)
 
-    def _buried(self, courier: SyncThreads, code: int) -> int:
-        """Takes note of a trainer's end and says how it ended; raises what cannot be mended."""
+    def _note_end(self, sync: SyncThreads, code: int) -> int:
+        """Takes note of a trainer's end and says how it ended; raises what a restart cannot fix."""
         assert self.trainer is not None
-        words, hint = self.trainer.last_words()
-        about = {"region": self.region, "pid": self.trainer.pid}
-        progressed = self._has_progressed(courier)
+        end, pid = self.trainer.last_words(), self.trainer.pid
+        words, hint = end.message[:MOST_LETTERS], (end.hint or "")[:MOST_LETTERS] or None
+        progressed = self._has_progressed(sync)
         self.trainer = None
-        why = "" if code == 0 else f"{how_it_ended(code)}{f': {words}' if words else ''}"
+        why = "" if code == 0 else f"{exit_in_words(code)}{f': {words}' if words else ''}"
         if code == 0:
-            self.events.note("trainer-exited", **about)
+            self.events.note("trainer-exited", region=self.region, pid=pid)
         else:
-            self.events.note("trainer-died", **about, code=code, why=why)
+            self.events.note("trainer-died", region=self.region, pid=pid, code=code, why=why)
         if code in PERMANENT:
-            # The others need not wait for us, and who asks the server hears the reason.
-            self._tell(courier, words or why)
-            self._say_goodbye(courier)
+            # The others need not wait for us, and the server's status shows the reason.
+            self._idle(sync, words or why)
+            self._say_goodbye(sync)
             raise PERMANENT[code](words or f"The trainer ended with exit code {code}.", hint=hint)
-        if code == 0 and courier.news.finished:
+        if code == 0 and sync.news.finished:
             return code
         self._failures = 1 if progressed else self._failures + 1
         self.restarts += 1
         delay = pause_before(self._failures)
-        self._again_at = time.monotonic() + delay
-        again = f"again in {delay:g} s" if delay else "again at once"
-        self._tell(courier, f"the trainer ended ({why or 'by itself'}), {again}")
-        log.info(courier.state["why"])
+        self._restart_at = time.monotonic() + delay
+        restart = f"restarting in {delay:g} s" if delay else "restarting at once"
+        ended = f"the trainer ended ({why or 'by itself'}), {restart}"
+        self._idle(sync, ended)
+        log.info(ended)
         return code
 
-    def _has_progressed(self, courier: SyncThreads) -> bool:
+    def _has_progressed(self, sync: SyncThreads) -> bool:
         """Says whether the trainer was any good: it trained, or at least stayed for long."""
-        # Until this trainer has spoken, the report in the mailbox is the last one's.
-        spoken = courier.state["training"] is None
-        trained = spoken and (self.mailbox.progress() or {}).get("training")
-        return bool(trained) or time.monotonic() - self._since > HEALTHY_SECONDS
+        progress = self.mailbox.progress() if isinstance(sync.trainer, Reporting) else None
+        trained = progress is not None and progress.training
+        return trained or time.monotonic() - self._since > HEALTHY_SECONDS
 
-    def _tell(self, courier: SyncThreads, why: str) -> None:
-        courier.state.update(training=False, why=why, restarts=self.restarts)
-        courier.heard()
+    def _idle(self, sync: SyncThreads, why: str) -> None:
+        sync.trainer, sync.restarts = Idle(why), self.restarts
+        sync.wake()
 
-    def _leave(self, courier: SyncThreads, why: str) -> int:
+    def _leave(self, sync: SyncThreads, why: str) -> int:
         """Stops the trainer, hands over what it has posted, says goodbye."""
         log.info(f"leaving: {why}")
         self._stop_trainer()
-        courier.state.update(training=False, why=why, restarts=self.restarts)
-        courier.heard()
+        self._idle(sync, why)
         deadline = time.monotonic() + DRAIN_SECONDS
-        while courier.unsent() and time.monotonic() < deadline and not courier.trouble:
-            if courier.away:
+        while sync.unsent() and time.monotonic() < deadline and not sync.trouble:
+            if sync.away:
                 log.info("the server is out of reach; what is posted is sent at the next start")
                 break
             self._pause(0.1)
-        self._say_goodbye(courier)
+        self._say_goodbye(sync)
         return 0
 
-    def _say_goodbye(self, courier: SyncThreads) -> None:
-        report = courier.report(stopping=True)
-        courier.close()
-        courier.wait(KILL_SECONDS)  # A heartbeat after the goodbye would revive the region.
+    def _say_goodbye(self, sync: SyncThreads) -> None:
+        report = sync.report(stopping=True)
+        sync.close()
+        sync.wait(KILL_SECONDS)  # A heartbeat after the goodbye would revive the region.
         try:
             with self.connect(replace(self.options, retry=Retry(tries=2))) as server:
                 server.heartbeat(self.region, report)
@@ -338,9 +339,9 @@ class Agent:
         if self.wakeup.wait(seconds):
             self.wakeup.clear()
 
-    def _ring_trainer(self) -> None:
+    def _wake_trainer(self) -> None:
         if trainer := self.trainer:
-            trainer.ring()
+            trainer.wake()
 
     def _stop_trainer(self) -> None:
         if trainer := self.trainer:
@@ -366,16 +367,15 @@ def pause_before(failures: int) -> float:
     return 0.0 if failures <= 1 else min(LONGEST_PAUSE, 0.5 * 2 ** min(failures - 2, 10))
 
 
-def how_far(progress: Mapping[str, Any]) -> str:
+def how_far(progress: TrainerProgress) -> str:
     """Says in one line what a trainer reports of itself."""
-    loss, speed = progress.get("loss"), progress.get("tokens_per_second")
-    versions = [each.get("version") for each in progress.get("fragments") or []]
+    loss, speed = progress.loss, progress.tokens_per_second
     return ", ".join(
         (
-            f"step {progress.get('step')}",
+            f"step {progress.step}",
             f"loss {loss:.3f}" if loss is not None else "no loss yet",
             f"{speed:.0f} tokens/s" if speed else "no pace yet",
-            f"versions {versions}",
-            str(progress.get("why") or "training"),
+            f"versions {[fragment.version for fragment in progress.fragments]}",
+            progress.why or "training",
         )
     )

@@ -1,4 +1,4 @@
-"""The mail between a region's mailbox and the server, for as long as one epoch lasts.
+"""The traffic between a region's mailbox and the server, for as long as one epoch lasts.
 
     heartbeat   progress ─▶ server       news ─▶ mailbox      at least every quarter lease
     calls       waiting GET              news ─▶ mailbox
@@ -18,15 +18,15 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from diloco_cli.errors import DilocoError, LinkError, RunFailed, WireError
 from diloco_cli.net.client import Client, FencedError, Gone
 from diloco_cli.net.options import DEFAULTS, ONCE, Options, Retry, Timeouts
 from diloco_cli.observe.events import EventLog
 from diloco_cli.system.wakeup import Wakeup
-from diloco_cli.wire.messages import Heartbeat, Joined, News
+from diloco_cli.wire.messages import Heartbeat, Joined, News, TrainerProgress
 from diloco_cli.worker.agent.published_weights import PublishedWeights
 from diloco_cli.worker.mailbox import Fate, Mailbox, Stamp, stamp
 
@@ -38,7 +38,7 @@ PATIENT = Retry(first=0.25, most=10.0)
 FINAL = ("returned", "refused", "foreign", "merged")
 
 
-class Letter(NamedTuple):
+class PostedFrame(NamedTuple):
     """What the outbox holds of one fragment."""
 
     fragment: int
@@ -47,8 +47,19 @@ class Letter(NamedTuple):
     clock: int
 
 
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """No trainer trains, and why; the report in the mailbox is an earlier trainer's."""
+
+    why: str = ""
+
+
+class Reporting:
+    """The trainer has reported since it was started: its report holds."""
+
+
 class SyncThreads:
-    """Carries one region's mail under one epoch."""
+    """Moves one region's frames, news and versions under one epoch."""
 
     def __init__(
         self,
@@ -62,23 +73,24 @@ class SyncThreads:
         on_mail: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
-        """`on_mail` rings the trainer; `on_change` wakes the agent."""
+        """`on_mail` wakes the trainer; `on_change` wakes the agent."""
         self.mailbox, self.region, self.epoch = mailbox, region, joined.epoch
         self.news: News = joined
         self.trouble: DilocoError | None = None
-        """What only a person can mend, or `FencedError`."""
+        """What only a person can fix, or `FencedError`."""
         self.up_to_date = threading.Event()
         """Set once every image is as new as the server's was when we joined."""
         self.closed = threading.Event()
-        self.state: dict[str, Any] = {"training": False, "why": "", "restarts": 0}
-        """What the agent knows better than the trainer's progress."""
+        self.trainer: Idle | Reporting = Idle()
+        """What the agent knows of the trainer; the agent sets it."""
+        self.restarts = 0
         self._connect, self._options, self._events = connect, options, events
         self._on_mail, self._on_change = on_mail, on_change
         self._wakeups = {name: Wakeup() for name in ("heartbeat", "upload", "download")}
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._shelf = PublishedWeights(mailbox, len(joined.versions))
-        self._letters: dict[int, tuple[Stamp, Letter]] = {}
+        self._images = PublishedWeights(mailbox, len(joined.versions))
+        self._frames: dict[int, tuple[Stamp, PostedFrame]] = {}
         self._fates: dict[int, Fate] = {}
         self._written = ""
         self._lost: dict[str, float] = {}
@@ -96,7 +108,7 @@ class SyncThreads:
             thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Waits until the threads of a closed courier are gone, so that none writes late."""
+        """Waits until the threads are gone after `close`, so that none writes late."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -106,41 +118,41 @@ class SyncThreads:
         for wakeup in self._wakeups.values():
             wakeup.wake()
 
-    def heard(self, words: bytes = b"posted progress") -> None:
-        """The trainer has posted or progressed."""
+    def wake(self, words: bytes = b"posted progress") -> None:
+        """The trainer has posted a frame or reported progress."""
         if b"posted" in words:
             self._wakeups["upload"].wake()
         if b"progress" in words:
             self._wakeups["heartbeat"].wake()
 
     def take(self, news: News, *, known: int = -1) -> None:
-        """Puts news into the mailbox, once, and rings whoever it concerns.
+        """Puts news into the mailbox, once, and wakes the threads it concerns.
 
         `known` is the number of what we had heard when we asked. Older news than that come
-        from a server that was set back; others were overtaken on another connection.
+        from a server that was restored from a copy; others were overtaken on another connection.
         """
         with self._lock:
             overtaken = known <= news.n < self.news.n
             if self.closed.is_set() or overtaken:
                 return
             self.news = news
-            said = news.model_dump_json(include=set(News.model_fields) - {"fates"})
-            changed = said != self._written
+            text = news.model_dump_json(include=set(News.model_fields) - {"fates"})
+            changed = text != self._written
             if changed:
                 self.mailbox.write_calls(news)
-                self._written = said
+                self._written = text
             for number, decided in news.fates.items():
                 fate = Fate(decided.digest, decided.fate, decided.why)
                 changed |= self._decided(number, fate)
             self._forget_lost(news)
-            changed |= self._shelf.doubt(news.mend)  # Or raises: see `_repeat`.
+            changed |= self._images.doubt(news.mend)  # Or raises: see `_repeat`.
         if changed:
             self._on_mail()
             self._wakeups["download"].wake()
             self._on_change()
 
     def _forget_lost(self, news: News) -> None:
-        """Sends again what the server accepted and no longer knows of: it was set back.
+        """Sends again what the server accepted and no longer knows of: it was restored.
 
         News may be older than the acceptance; then the same answer comes once more.
         """
@@ -150,32 +162,32 @@ class SyncThreads:
                 del self._fates[number]
                 self._wakeups["upload"].wake()
 
-    def unsent(self) -> list[Letter]:
+    def unsent(self) -> list[PostedFrame]:
         """Lists the frames in the outbox whose fate is unknown."""
-        letters = [self._letter(number) for number in range(len(self.news.versions))]
-        return [one for one in letters if one and self._fate(one.fragment).digest != one.digest]
+        frames = [self._posted(number) for number in range(len(self.news.versions))]
+        return [
+            frame for frame in frames if frame and self._fate(frame.fragment).digest != frame.digest
+        ]
 
     def report(self, *, stopping: bool = False) -> Heartbeat:
         """Puts a heartbeat together from the trainer's progress and what the agent knows."""
-        count = len(self.news.versions)
-        nothing = [0.0] * count
-        fates = ("trained", "applied", "pending", "refused", "discarded")
-        blank: dict[str, Any] = {
-            "step": 0,
-            "training": False,
-            "drained": False,
-            "fragments": [{"version": -1, "steps": 0.0}] * count,
-            "tokens": dict.fromkeys(fates, nothing),
-        }
-        said = {**blank, **(self.mailbox.progress() or {})}
-        said.update({key: value for key, value in self.state.items() if value is not None})
-        held = {"images": dict(self._shelf.holds), "mended": self._shelf.mended}
-        return Heartbeat.model_validate({**said, **held, "epoch": self.epoch, "stopping": stopping})
+        progress = self.mailbox.progress() or TrainerProgress.none(len(self.news.versions))
+        fields = dict(progress)
+        if isinstance(self.trainer, Idle):
+            fields |= {"training": False, "why": self.trainer.why}
+        return Heartbeat(
+            **fields,
+            restarts=self.restarts,
+            images=dict(self._images.holds),
+            mended=self._images.mended,
+            epoch=self.epoch,
+            stopping=stopping,
+        )
 
     # The threads
 
     def _keep(self, name: str, act: Callable[[Client], None]) -> None:
-        """Repeats one of the four duties until the courier is closed."""
+        """Repeats one of the four duties until `close`."""
         try:
             # Short calls, but many: they share their core with the training.
             options = replace(self._options, retry=ONCE, control_backend="pyreqwest")
@@ -188,11 +200,11 @@ class SyncThreads:
         except Exception as error:  # A silent thread would be a region that starves.
             self._give_up(RunFailed(f"Unexpected {error!r} in the {name} thread."))
 
-    def _repeat(self, name: str, act: Callable[[Client], None], server: Client) -> None:
+    def _repeat(self, name: str, act: Callable[[Client], None], client: Client) -> None:
         failures = 0
         while not self.closed.is_set():
             try:
-                act(server)
+                act(client)
             except FencedError as error:
                 return self._give_up(error)
             except (LinkError, WireError, Gone, OSError) as error:
@@ -210,34 +222,34 @@ class SyncThreads:
         self.close()
         self._on_change()
 
-    def _heartbeat(self, server: Client) -> None:
+    def _heartbeat(self, client: Client) -> None:
         known = self.news.n
-        self.take(server.heartbeat(self.region, self.report()), known=known)
+        self.take(client.heartbeat(self.region, self.report()), known=known)
         self.closed.wait(SHORTEST_GAP)
         wakeup = self._wakeups["heartbeat"]
         if wakeup.wait(self.news.lease_seconds / 4):
             wakeup.clear()
 
-    def _calls(self, server: Client) -> None:
-        news = server.calls(self.region, after=self.news.n, epoch=self.epoch)
+    def _calls(self, client: Client) -> None:
+        news = client.calls(self.region, after=self.news.n, epoch=self.epoch)
         if news is not None:
             self.take(news)
 
-    def _upload(self, server: Client) -> None:
-        for letter in self.unsent():
+    def _upload(self, client: Client) -> None:
+        for posted in self.unsent():
             if self.closed.is_set():
                 return
-            answer = server.submit(
-                letter.fragment,
+            answer = client.submit(
+                posted.fragment,
                 self.region,
-                letter.base,
-                letter.clock,
-                self.mailbox.outbox_file(letter.fragment),
+                posted.base,
+                posted.clock,
+                self.mailbox.outbox_file(posted.fragment),
                 epoch=self.epoch,
             )
-            fate = Fate(letter.digest, answer.fate, answer.why)
+            fate = Fate(posted.digest, answer.fate, answer.why)
             with self._lock:
-                matters = self._decided(letter.fragment, fate)
+                matters = self._decided(posted.fragment, fate)
             if matters:
                 self._on_mail()
             self._on_change()
@@ -245,48 +257,49 @@ class SyncThreads:
         if wakeup.wait(self.news.lease_seconds):
             wakeup.clear()
 
-    def _download(self, server: Client) -> None:
+    def _download(self, client: Client) -> None:
         for number, version in enumerate(self.news.versions):
-            if self._shelf.version(number) < version and not self.closed.is_set():
-                self._fetch(server, number, version)
+            if self._images.version(number) < version and not self.closed.is_set():
+                self._fetch(client, number, version)
         self.up_to_date.set()
         self._on_change()
         wakeup = self._wakeups["download"]
         if wakeup.wait(self.news.lease_seconds):
             wakeup.clear()
 
-    def _fetch(self, server: Client, number: int, version: int) -> None:
-        image, why = self._shelf.fetch(server, number, version)
+    def _fetch(self, client: Client, number: int, version: int) -> None:
+        image, why = self._images.fetch(client, number, version)
         if self.closed.is_set():
             return
-        self._shelf.put(number, image)
+        self._images.put(number, image)
         self._on_mail()
         if why:
             log.info(f"fragment {number}, version {image.version} was fetched whole: {why}")
 
     # What they share
 
-    def _letter(self, number: int) -> Letter | None:
+    def _posted(self, number: int) -> PostedFrame | None:
         """Says what lies in the outbox; a frame is read again only when it was replaced."""
-        found = stamp(self.mailbox.outbox_file(number))
-        known = self._letters.get(number)
-        if found is None or (known and known[0] == found):
-            return known[1] if found and known else None
+        newest, cached = stamp(self.mailbox.outbox_file(number)), self._frames.get(number)
+        if newest is None:
+            return None
+        if cached and cached[0] == newest:
+            return cached[1]
         frame = self.mailbox.frame(number)
         if frame is None:
             return None
-        letter = Letter(number, frame.digest, frame.header.base, frame.header.clock)
-        self._letters[number] = found, letter
-        return letter
+        posted = PostedFrame(number, frame.digest, frame.header.base, frame.header.clock)
+        self._frames[number] = newest, posted
+        return posted
 
     def _fate(self, number: int) -> Fate:
         return self._fates.get(number, Fate("", ""))
 
     def _decided(self, number: int, fate: Fate) -> bool:
         """Takes note of what became of a frame; says whether the trainer has to know."""
-        letter, known = self._letter(number), self._fate(number)
+        posted, known = self._posted(number), self._fate(number)
         # Answers about older frames would hide the one that the trainer waits for.
-        if letter is None or letter.digest != fate.digest or known == fate:
+        if posted is None or posted.digest != fate.digest or known == fate:
             return False
         if known.digest == fate.digest and known.fate in FINAL and fate.fate == "pending":
             return False

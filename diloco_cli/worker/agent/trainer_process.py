@@ -1,50 +1,57 @@
-"""The trainer as a process: started, rung, told to stop, never left behind for good.
+"""The trainer as a process: one that this agent started, or one that outlived its agent.
 
-Its standard input is our doorbell and its lifeline: when we die, however we die, the
-kernel closes it. The trainer then goes on alone for a while (`lifeline`), so that our
-successor may take it over (`adopted`), and ends. Its standard output is its doorbell to
-us. What it has to say in words goes into a log.
+Its standard input wakes it, and its end tells it that the agent is gone: however an agent
+dies, the kernel closes the pipe. The trainer then goes on alone for a while
+(`trainer/parent_watch.py`), so that the next agent may take it over, and ends. Its standard
+output wakes the agent. What it has to say in words goes into a log.
+
+A trainer that was taken over is not our child. Its end shows in its process handle, or in
+its lock, which the kernel releases; how it ended, only in its last report.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from diloco_cli.system.process_end import LastWords, last_words
 from diloco_cli.system.wakeup import write_wakeup
+from diloco_cli.worker.handover import HandoverRecord
+from diloco_cli.worker.mailbox import Mailbox
 
-TAIL_BYTES = 64_000
-MOST_LETTERS = 600
-"""Of a reason that is passed on; a heartbeat has room for a thousand."""
+LOOK_SECONDS = 0.5
 
 
 class TrainerProcess:
+    """A trainer that this agent started."""
+
     def __init__(
         self,
         argv: Sequence[str],
         log: Path,
         *,
-        heard: Callable[[bytes], None],
-        ended: Callable[[], None],
+        on_output: Callable[[bytes], None],
+        on_end: Callable[[], None],
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with open(log, "ab") as output:
-            self._began = output.tell()
-            # In our own process group, so that whoever ends the group ends the trainer too.
+            self._log_start = output.tell()
+            # In our own process group, so that a signal to the group ends the trainer too.
             self._child = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, bufsize=0
             )
         assert self._child.stdin and self._child.stdout
         self._input = self._child.stdin.fileno()
         os.set_blocking(self._input, False)
-        self._guard = threading.Lock()
-        self._heard, self._ended = heard, ended
+        self._lock = threading.Lock()
+        self._on_output, self._on_end = on_output, on_end
         self._thread = threading.Thread(target=self._listen, name="trainer", daemon=True)
         self._thread.start()
 
@@ -57,9 +64,9 @@ class TrainerProcess:
         """How it ended, negative for a signal; None while it runs."""
         return self._child.poll()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Says that there is mail."""
-        with self._guard:
+        with self._lock:
             if self._child.stdin and not self._child.stdin.closed:
                 write_wakeup(self._input, "mail")
 
@@ -77,44 +84,151 @@ class TrainerProcess:
         """Waits until it is gone and its pipes are closed."""
         self._thread.join(seconds)
 
-    def last_words(self) -> tuple[str, str | None]:
+    def last_words(self) -> LastWords:
         """Quotes the reason it gave for ending, and its hint."""
-        return last_words(self._log, self._began)
+        return last_words(self._log, since=self._log_start)
 
     def _listen(self) -> None:
         stdout = self._child.stdout
         assert stdout is not None
         with contextlib.suppress(OSError, ValueError):
             while words := os.read(stdout.fileno(), 4096):
-                self._heard(words)
+                self._on_output(words)
         self._child.wait()
         stdout.close()
-        with self._guard, contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             if self._child.stdin:
                 self._child.stdin.close()
-        self._ended()
+        self._on_end()
 
 
-def last_words(log: Path, since: int) -> tuple[str, str | None]:
-    """Quotes the last reason a trainer gave in its log, and its hint."""
+class InheritedTrainer:
+    """A trainer that an earlier agent started; the same methods as `TrainerProcess`."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        pid: int,
+        fifos: tuple[int, int],
+        log: Path,
+        *,
+        on_output: Callable[[bytes], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.pid = pid
+        self.code: int | None = None
+        self._mailbox, self._log = mailbox, log
+        self._log_start = log.stat().st_size if log.exists() else 0
+        self._input, self._output = fifos
+        self._process = _open_process(pid)
+        self._on_output, self._on_end = on_output, on_end
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._listen, name="trainer", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        with self._lock:
+            if self.code is None:
+                write_wakeup(self._input, "mail")
+
+    def stop(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def wait(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def last_words(self) -> LastWords:
+        return last_words(self._log, since=self._log_start)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.code is None and self._is_there():
+            _signal(self._process, self.pid, number)
+
+    def _is_there(self) -> bool:
+        # With a handle it is there until the handle says otherwise. It releases its lock a
+        # little earlier, and its pid may be another process's later.
+        return self._process is not None or self._mailbox.trainer_lock_holder() == self.pid
+
+    def _listen(self) -> None:
+        handles = [self._output] if self._process is None else [self._output, self._process]
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                ready, _, _ = select.select(handles, [], [], LOOK_SECONDS)
+                if self._process in ready or not self._is_there():
+                    break
+                if self._output in ready and (words := os.read(self._output, 4096)):
+                    self._on_output(words)
+                elif self._output in ready:  # It has closed its end and is about to go.
+                    handles.remove(self._output)
+        progress = self._mailbox.progress()
+        stopped = progress is not None and progress.why.startswith("stopped:")
+        with self._lock:
+            self.code = 0 if stopped else 1
+            for handle in {self._input, self._output, self._process} - {None}:
+                os.close(handle)
+        self._on_end()
+
+
+def take_over(
+    mailbox: Mailbox,
+    record: HandoverRecord,
+    log: Path,
+    *,
+    on_output: Callable[[bytes], None],
+    on_end: Callable[[], None],
+) -> InheritedTrainer | None:
+    """Takes over the trainer that is at work here, if it is ours; stops any other."""
+    pid = mailbox.trainer_lock_holder()
+    if pid is None:
+        return None
+    fifos = _open_fifos(mailbox) if record.run and record.names(mailbox, pid) else None
+    if fifos is None:
+        end_trainer(mailbox, signal.SIGTERM)
+        return None
+    return InheritedTrainer(mailbox, pid, fifos, log, on_output=on_output, on_end=on_end)
+
+
+def end_trainer(mailbox: Mailbox, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ends whatever trainer is at work in a region's folder."""
+    if (pid := mailbox.trainer_lock_holder()) is None:
+        return
+    with contextlib.suppress(OSError):
+        handle = _open_process(pid)
+        # It may have ended since, and its pid may be another process's by now.
+        if mailbox.trainer_lock_holder() == pid:
+            _signal(handle, pid, number)
+        if handle is not None:
+            os.close(handle)
+
+
+def _open_fifos(mailbox: Mailbox) -> tuple[int, int] | None:
+    """Opens the way to a trainer and back; None if it does not listen."""
+    output = None
     try:
-        with open(log, "rb") as file:
-            file.seek(max(since, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+        # The way back first: the trainer looks for it as soon as it hears us.
+        output = os.open(mailbox.agent_fifo, os.O_RDONLY | os.O_NONBLOCK)
+        return os.open(mailbox.trainer_fifo, os.O_WRONLY | os.O_NONBLOCK), output
     except OSError:
-        return "", None
-    _, found, said = f"\n{text}".rpartition("\nerror: ")
-    if not found:
-        lines = [line for line in text.splitlines() if line.strip()]
-        return lines[-1].strip()[:MOST_LETTERS] if lines else "", None
-    message, _, hint = said.partition("hint: ")
-    return message.strip()[:MOST_LETTERS], hint.strip()[:MOST_LETTERS] or None
+        if output is not None:
+            os.close(output)
+        return None
 
 
-def how_it_ended(code: int) -> str:
-    """Puts an exit code into words."""
-    if code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-code).name}"
-    return f"killed by signal {-code}"
+def _open_process(pid: int) -> int | None:
+    """A handle that stays with this process when its pid is given to another."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid)
+    return None
+
+
+def _signal(handle: int | None, pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(OSError):
+        if handle is None:
+            os.kill(pid, number)
+        else:
+            signal.pidfd_send_signal(handle, number)

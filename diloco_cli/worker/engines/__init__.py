@@ -1,6 +1,14 @@
-"""The framework that computes a region's steps; the only place, with models, that imports JAX.
+"""The framework that computes a region's inner steps: tokens in, weights and losses out. Start
+with protocol.py.
 
-device_codec.py  quantising on the device, so that packed codes cross to the host instead …
-jax_engine.py    the inner step: one jitted, donated function from weights and tokens to …
-optimizers.py    how weights move inside a region: inner optimisers and learning-rate schedules
+    protocol.py      what a trainer asks of an engine; float32 numpy at the border
+    jax_engine.py    the engine in JAX: one jitted, donated step
+    optimizers.py    inner optimisers and learning-rate schedules
+    device_codec.py  quantising on the device, so that packed codes cross to the host, not floats
+
+Apart from models/*_flax.py, only this folder imports a framework.
 """
+
+from diloco_cli.worker.engines.protocol import CompiledStep, Engine, Snapshot
+
+__all__ = ["CompiledStep", "Engine", "Snapshot"]

@@ -1,9 +1,9 @@
-"""The inner step: one jitted, donated function from weights and tokens to weights.
+"""The engine in JAX: one jitted, donated function from weights and tokens to weights.
 
     step = make_step(model, inner, horizon=2_000)
-    params = place(model.init(seed))
-    state = step.init_state(params)
-    params, state, loss = step.step(params, state, tokens)
+    engine = step.engine()
+    engine.load(model.init(seed), None)
+    loss = engine.step(tokens)
 
 Donation means that the arrays given to a step are gone after it: keep nothing that
 points into them. On a CPU numpy and JAX would share memory wherever they can, so
@@ -13,7 +13,7 @@ everything that enters or leaves the device through this module is copied.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,10 @@ import optax
 
 from diloco_cli.core.fragments import Fragment, Piece
 from diloco_cli.errors import SpecError, StoreError
-from diloco_cli.models.decoder import LossFn, Model
+from diloco_cli.models import LossFn, Model
 from diloco_cli.spec.schema import InnerSpec
 from diloco_cli.worker.engines.optimizers import optimizers, schedules
+from diloco_cli.worker.engines.protocol import Arrays, Snapshot
 
 Params = dict[str, jax.Array]
 State = Any
@@ -53,10 +54,55 @@ class JaxStep:
     """The model's loss without penalties; gives nothing up."""
 
     def evaluate(self, params: Mapping[str, Any], batches: Iterable[np.ndarray]) -> float:
-        """Measures the mean loss in nats a token; weights may be on the device or in numpy."""
+        """Measures the mean loss in nats per token; weights may be on the device or in numpy."""
         results = [self.loss(dict(params), tokens) for tokens in batches]
         tokens = sum(int(count) for _, count in results)
         return sum(float(loss) * int(count) for loss, count in results) / tokens
+
+    def engine(self) -> JaxEngine:
+        return JaxEngine(self)
+
+
+class JaxEngine:
+    """One region's weights and optimiser state on the default device; see `Engine`."""
+
+    def __init__(self, compiled: JaxStep) -> None:
+        self._compiled = compiled
+        self.params: Params = {}
+        self.state: State = None
+
+    def load(self, params: Arrays, optimizer: Arrays | None) -> None:
+        self.params = place(params)
+        self.state = (
+            restore_state(self._compiled, self.params, optimizer)
+            if optimizer
+            else self._compiled.init_state(self.params)
+        )
+
+    def step(self, tokens: np.ndarray) -> jax.Array:
+        self.params, self.state, loss = self._compiled.step(self.params, self.state, tokens)
+        return loss
+
+    def wait(self) -> None:
+        jax.block_until_ready(self.params)
+
+    def read(self, fragment: Fragment) -> np.ndarray:
+        return fragment_vector(self.params, fragment)
+
+    def write(self, fragment: Fragment, values: np.ndarray) -> None:
+        self.params = replace_fragment(self.params, fragment, values)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(fetch(self.params), flatten_state(self.state))
+
+    def reset_optimizer(self) -> None:
+        def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+            return old if new.ndim == 0 and new.dtype.kind in "iu" else new
+
+        self.state = jax.tree.map(choose, self._compiled.init_state(self.params), self.state)
+
+    def evaluate(self, params: Arrays, batches: Iterable[np.ndarray]) -> float:
+        return self._compiled.evaluate(place(params), batches)
 
 
 def make_step(model: Model, inner: InnerSpec, *, horizon: int) -> JaxStep:
@@ -211,11 +257,3 @@ def use_compile_cache(folder: Path | None = None) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
-
-
-def limit_cores(cores: Sequence[int]) -> None:
-    """Keeps this process on some cores; call it before JAX starts its threads."""
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    if allowed := set(cores) & os.sched_getaffinity(0):
-        os.sched_setaffinity(0, allowed)

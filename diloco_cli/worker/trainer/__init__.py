@@ -1,16 +1,13 @@
-"""The training process: inner steps, pseudo-gradients out, newer versions in. Start with loop.py.
+"""The training process: text and newer versions in, frames out. Start with loop.py.
 
-checkpoint.py         where was I? A region's local checkpoint, in one file
-inbox.py              what came in since the trainer last looked?
-loop.py               the loop: train, post when called, adopt what arrived
-mail.py               what a trainer does beside training: a thread that reads and writes …
-meter.py              how fast and how well does it train? Moving averages, fed by the trainer
-pacing.py             when may the next inner step begin?
-parent_watch.py       whom does a trainer answer to, and for how long does it go on alone?
-progress.py           what a trainer says about itself: to the agent in every report, to …
-resume.py             where does a trainer stand when it starts?
-saving.py             when is a checkpoint due?
-startup.py            how long does a trainer take from its first instruction to its first …
+loop.py               train, post when called, adopt what arrived
 task.py               what one region has to do: its model, its text, its step
-weights_and_books.py  A region's weights, anchors and books, which only ever move together
+weights_and_books.py  weights, anchors and books, which only ever move together
+mail.py               a thread that reads images and writes frames; what came in lately
+checkpoint.py         the local checkpoint, and when the next one is due
+resume.py             what a trainer goes on from when it starts
+progress.py           what a trainer reports of itself: pace, loss, startup times
+evaluation.py         the held-out loss of the published weights
+pacing.py             when may the next inner step begin?
+parent_watch.py       which agent it answers to, and how long it goes on without one
 """

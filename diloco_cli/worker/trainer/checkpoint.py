@@ -1,4 +1,4 @@
-"""Where was I? A region's local checkpoint, in one file.
+"""A region's local checkpoint, in one file, and when the next one is due.
 
 Weights, optimiser, anchors and books belong to the same inner step, so they are one
 file, replaced as a whole: a reader sees the old one or the new one, never half of
@@ -6,13 +6,18 @@ either. It needs no order relative to what was posted; the outbox speaks for tha
 
     safetensors   params/NAME, optimizer/PATH, anchor/NUMBER
     metadata      diloco: JSON {version, step, clock, cursor, books, meta, sums}
+
+No more than one part in 200 of the time goes into checkpoints, the thread that writes them
+included. A small model is saved every two seconds, a large one as often as it can bear.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +26,17 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from diloco_cli.errors import StoreError
+from diloco_cli.data import Cursor
+from diloco_cli.errors import DilocoError, StoreError
 from diloco_cli.system.files import keep_files
 
 VERSION = 1
+SHORTEST = 2.0
+LONGEST = 20.0
+SHARE = 200.0
+"""Of the time, a checkpoint may take one part in so many."""
+BLOCKED_SHARE = 50.0
+"""A model too large for that may still hold the training up for this part."""
 HINT = "Delete the file; the region then restarts from the published weights."
 
 
@@ -34,15 +46,15 @@ class Checkpoint:
 
     params: dict[str, np.ndarray]
     opt_state: dict[str, np.ndarray]
-    """As `step.flatten_state` gives it."""
+    """As the engine gives it."""
 
     anchors: list[np.ndarray]
-    """Published weights as adopted, one vector a fragment."""
+    """Published weights as adopted, one vector per fragment."""
 
     books: list[dict[str, Any]]
-    """Held counters and flights, one a fragment."""
+    """Held counters and flights, one per fragment."""
 
-    cursor: dict[str, Any]
+    cursor: Cursor
     clock: int
     step: int
     meta: dict[str, Any] = field(default_factory=dict)
@@ -61,10 +73,10 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
         "meta": checkpoint.meta,
         "sums": {name: zlib.crc32(values.data) for name, values in arrays.items()},
     }
-    about = {"diloco": json.dumps(notes)}
+    metadata = {"diloco": json.dumps(notes)}
     # Durable with its name: otherwise a power cut could bring back a checkpoint older than
     # frames that were posted long ago.
-    keep_files({path: lambda draft: save_file(arrays, draft, metadata=about)})
+    keep_files({path: lambda draft: save_file(arrays, draft, metadata=metadata)})
 
 
 def load(path: Path) -> Checkpoint:
@@ -101,7 +113,7 @@ def _arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     groups: dict[str, Mapping[str, np.ndarray]] = {
         "params/": checkpoint.params,
         "optimizer/": checkpoint.opt_state,
-        "anchor/": {f"{number:05d}": one for number, one in enumerate(checkpoint.anchors)},
+        "anchor/": {f"{number:05d}": anchor for number, anchor in enumerate(checkpoint.anchors)},
     }
     return {
         # Not ascontiguousarray: that turns a counter of no dimension into a vector.
@@ -128,3 +140,55 @@ def _check_sums(path: Path, arrays: Mapping[str, np.ndarray], sums: Mapping[str,
             raise StoreError(
                 f"The checkpoint {path} is damaged: {name} is not what was written.", hint=HINT
             )
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread of its own and remembers what they cost."""
+
+    def __init__(self, path: Path, *, wake: Callable[[], None], now: float) -> None:
+        self._path, self._wake = path, wake
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[str] | None = None
+        self._saved_at, self._blocked = now, 0.0
+        self._effort = 0.0
+
+    def save(self, checkpoint: Checkpoint, *, began: float, now: float) -> None:
+        """Writes a checkpoint beside the training, which it has held up since `began`."""
+        self._writing = self._thread.submit(self._save, checkpoint)
+        self._writing.add_done_callback(lambda _: self._wake())
+        self._saved_at, self._blocked = now, now - began
+
+    def is_due(self, *, now: float) -> bool:
+        return now >= self._saved_at + interval(self._blocked, self._effort) and not self._busy
+
+    def wait(self) -> str:
+        """Waits for the checkpoint being written; says what went wrong with it, if anything."""
+        writing, self._writing = self._writing, None
+        return writing.result() if writing else ""
+
+    def trouble(self) -> str:
+        """Says what went wrong with the last checkpoint, once, without waiting for one."""
+        return "" if self._busy else self.wait()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    @property
+    def _busy(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def _save(self, checkpoint: Checkpoint) -> str:
+        began = time.thread_time()
+        try:
+            save(self._path, checkpoint)
+        except (OSError, SafetensorError, DilocoError) as error:
+            return f"the checkpoint could not be written: {error}"
+        finally:
+            self._effort = time.thread_time() - began
+        return ""
+
+
+def interval(blocked: float, effort: float) -> float:
+    """Seconds between checkpoints: `blocked` held the training up, `effort` is CPU beside it."""
+    rarest = max(LONGEST, BLOCKED_SHARE * blocked)
+    return min(max(SHORTEST, SHARE * (blocked + effort)), rarest)

@@ -4,25 +4,25 @@ At every step boundary, in this order:
 
     what became of the frames in flight   returned, refused, foreign
     newer images                          adopted; what they merged leaves `held`
-    open calls                            answered with all of `held`, one frame a fragment
+    open calls                            answered with all of `held`, one frame per fragment
     one inner step                        unless the end has come or `overlap: 0` waits
 
 With adopt replace or blend an open call is answered before adopting, because adopting
 costs the work. `WeightsAndBooks` moves books and arrays together; reading, encoding and
-writing happen at the `MailThreads`, beside the training. This process never touches the network.
+writing happen in threads (mail.py, checkpoint.py). This process never touches the network.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import jax
+from typing import SupportsFloat
 
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.fragments import piece_of
@@ -33,16 +33,15 @@ from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.wakeup import LAST_MOMENT, Wakeup, stop_on_signals
 from diloco_cli.wire.codecs import NotFinite
-from diloco_cli.worker.handover import papers, show_papers
+from diloco_cli.worker.handover import HandoverRecord
 from diloco_cli.worker.mailbox import TRAINER_LOCK, Fate, FolderOwner, Mailbox
-from diloco_cli.worker.trainer.inbox import LOOK_SECONDS, Inbox
-from diloco_cli.worker.trainer.mail import MailThreads, OutgoingFrame
-from diloco_cli.worker.trainer.pacing import tempo_of
+from diloco_cli.worker.trainer.checkpoint import CheckpointWriter
+from diloco_cli.worker.trainer.evaluation import HeldoutEvaluation
+from diloco_cli.worker.trainer.mail import LOOK_SECONDS, Inbox, MailThread, OutgoingFrame
+from diloco_cli.worker.trainer.pacing import pacing_of
 from diloco_cli.worker.trainer.parent_watch import ALONE_SECONDS, ParentWatch
-from diloco_cli.worker.trainer.progress import ProgressReport
-from diloco_cli.worker.trainer.resume import RegionPlace, stand
-from diloco_cli.worker.trainer.saving import CheckpointSchedule
-from diloco_cli.worker.trainer.startup import StartupTimes
+from diloco_cli.worker.trainer.progress import ProgressReport, StartupTimes
+from diloco_cli.worker.trainer.resume import RegionPlace, resume
 from diloco_cli.worker.trainer.task import Task, prepare, set_up
 from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
 
@@ -70,25 +69,25 @@ def train(
     set_up(cores)
     startup.mark()
     wakeup = Wakeup()
-    # Whoever signals the whole group signals us twice: once himself, once through the agent.
+    # A signal to the whole process group reaches us twice: directly, and through the agent.
     # A trainer that hangs is killed by the agent, so asking again is not needed.
     stop_on_signals(wakeup, signal.SIGTERM, second=lambda number: None)
     # Ctrl-C and a closed terminal are for the agent, which tells us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mailbox = Mailbox(folder / "regions" / region)
-    lifeline = ParentWatch(wakeup, mailbox, _take_over_stdout(), alone=alone)
-    lifeline.listen()
+    parent = ParentWatch(wakeup, mailbox, _take_over_stdout(), alone=alone)
+    parent.listen()
     # A trainer that was sent away may still be writing its last checkpoint.
     with mailbox.locked(TRAINER_LOCK, seconds=LAST_MOMENT + 10):
-        if lifeline.orphaned:
-            return 0  # Nobody could know of us yet, and our successor may be waiting already.
+        if parent.orphaned:
+            return 0  # No agent can know of us yet, and our successor may be waiting already.
         mailbox.clear_trainer_drafts()
         identity = mailbox.identity() or FolderOwner("", 0)
-        show_papers(mailbox, papers(sys.orig_argv, folder / RESOLVED, identity))
+        HandoverRecord.of(sys.orig_argv, folder / RESOLVED, identity).write(mailbox)
         task = prepare(spec, region)
         events = EventLog(folder / "events.jsonl", f"{region}.trainer")
-        trainer = Trainer(task, mailbox, wakeup, tell=lifeline.tell, events=events, startup=startup)
+        trainer = Trainer(task, mailbox, wakeup, tell=parent.tell, events=events, startup=startup)
         return trainer.run()
 
 
@@ -117,29 +116,32 @@ class Trainer:
         self.task, self.mailbox, self.wakeup = task, mailbox, wakeup
         self.sync = task.spec.sync
         self.inbox = Inbox(mailbox, task.layout.fragments)
-        standing = stand(
-            mailbox, RegionPlace(task.region, task.layout, task.alpha), task.model.tensors()
-        )
+        place = RegionPlace(task.region, task.layout, task.alpha, mailbox.folder)
+        start = resume(mailbox, place, task.model.tensors())
         identity = mailbox.identity() or FolderOwner("", 0)
-        self.own = WeightsAndBooks(task, standing, run=identity.run, owner=identity.owner)
+        self.weights = WeightsAndBooks(task, start, run=identity.run, owner=identity.owner)
         self.drafts: list[OutgoingFrame | None] = [None] * self.sync.fragments
-        self.desk = MailThreads(
-            mailbox, task.region, level=task.spec.wire.zstd, ring=wakeup.wake, tell=tell
+        self.mail = MailThread(
+            mailbox, task.region, level=task.spec.wire.zstd, wake=wakeup.wake, tell=tell
         )
-        self.reporter = ProgressReport(task, mailbox, events, tell=tell)
-        self.meter = self.reporter.meter
+        self.progress = ProgressReport(task, mailbox, events, tell=tell)
+        self.averages = self.progress.averages
+        before = mailbox.progress()
+        self.evaluation = HeldoutEvaluation(task, before.heldout if before else None)
         self.compiled = self.ended = False
-        self._loss: jax.Array | None = None
-        self.tempo = tempo_of(task, mailbox)
+        self._loss: SupportsFloat | None = None
+        self.pacing = pacing_of(task, mailbox)
         self._retry_at = 0.0
-        self._saving = CheckpointSchedule(self.desk, now=time.monotonic())
-        if standing.renamed:
+        self.checkpoints = CheckpointWriter(
+            mailbox.checkpoint, wake=wakeup.wake, now=time.monotonic()
+        )
+        if start.renamed:
             # Before anything is posted: a restart must not begin the books once more.
             self._checkpoint()
-            self.desk.saved()
-        else:  # A folder with a new name begins its books anew.
-            self.reporter.go_on(self.own)
-        self._resumed = standing.resumed
+            self.checkpoints.wait()
+        elif before:  # A folder with a new name begins its books anew.
+            self.progress.resume(before, self.weights)
+        self._resumed = start.resumed
         self._startup = startup or StartupTimes(time.time())
         self._startup.mark()
 
@@ -155,25 +157,31 @@ class Trainer:
                     return self._finish()
                 if why := self._waits_for():
                     self._wait(why)
-                elif (early := self.tempo.due - time.monotonic()) > 0:
+                elif (early := self.pacing.due - time.monotonic()) > 0:
                     self.wakeup.wait(early)  # Mail is answered meanwhile, at the next boundary.
                 else:
                     self.inner_step()
         finally:
-            self.desk.close()
+            self.close()
+
+    def close(self) -> None:
+        """Ends the threads, once they have written what was handed to them."""
+        self.mail.close()
+        self.checkpoints.close()
 
     def boundary(self) -> None:
         """Does all that may be done between two steps, in the order of the protocol."""
         began = time.monotonic()
         self._exchange()
-        self.meter.blocked += time.monotonic() - began
+        self.averages.blocked += time.monotonic() - began
         if self.inbox.news and (self.inbox.news.end or self.inbox.news.finished):
             self._drain()
-        if self.meter.bad >= PATIENCE:
+        if self.averages.bad >= PATIENCE:
             everything = set(range(self.sync.fragments))
-            self.give_up(f"the loss was not finite {self.meter.bad} times in a row", everything)
+            self.give_up(f"the loss was not finite {self.averages.bad} times in a row", everything)
         news = self.inbox.news
-        if news and news.evaluate and self.compiled and self.reporter.evaluation_is_due(self.own):
+        asked = news is not None and news.evaluate and self.compiled
+        if asked and self.evaluation.is_due(self.weights.versions):
             self.evaluate()
         self._checkpoint_when_due()
 
@@ -181,9 +189,9 @@ class Trainer:
         """Takes in what arrived and answers what is asked."""
         self._collect_drafts()
         if self.wakeup.clear() or self.inbox.is_due(now=time.monotonic()):
-            self.inbox.look(self.desk)
+            self.inbox.look(self.mail)
         for number, fate in enumerate(self.inbox.fates):
-            if fate and self.own.answered(number, fate):
+            if fate and self.weights.answered(number, fate):
                 self._answered(number, fate)
         if self.task.alpha < 1:
             self._answer_calls()
@@ -195,8 +203,8 @@ class Trainer:
             if draft is None or not (wait or draft.done.done()):
                 continue
             try:
-                self.own.written(number, draft.header.clock, draft.done.result())
-                self.drafts[number], self.reporter.trouble = None, ""
+                self.weights.written(number, draft.header.clock, draft.done.result())
+                self.drafts[number], self.progress.trouble = None, ""
             except WireError as error:
                 self.drafts[number] = None
                 self.give_up(self._unsendable(number, draft, error), {number})
@@ -219,76 +227,76 @@ class Trainer:
 
     def _retry(self, number: int, draft: OutgoingFrame, error: OSError) -> None:
         """A disk that is full may have room later; until then the frame does not exist."""
-        self.reporter.trouble = f"the outbox cannot be written: {error.strerror}"
+        self.progress.trouble = f"the outbox cannot be written: {error.strerror}"
         if time.monotonic() >= self._retry_at:
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            self.drafts[number] = self.desk.post(draft.header, draft.values)
-            self.reporter.note(self.reporter.trouble)
+            self.drafts[number] = self.mail.post(draft.header, draft.values)
+            self.progress.note(self.progress.trouble)
 
     def _answered(self, number: int, fate: Fate) -> None:
-        self.reporter.note(f"fragment {number}: the last frame was {fate.fate}: {fate.why}")
-        own = not fate.why.startswith("in quarantine")  # That tells of an earlier one.
-        if fate.fate == "refused" and own and NOT_FINITE in fate.why:
-            self.own.reset_optimizer()
+        self.progress.note(f"fragment {number}: the last frame was {fate.fate}: {fate.why}")
+        earlier = fate.why.startswith("in quarantine")  # Then the reason is an older frame's.
+        if fate.fate == "refused" and not earlier and NOT_FINITE in fate.why:
+            self.weights.engine.reset_optimizer()
         self.report()
 
     def _adopt(self) -> None:
-        for number, book in enumerate(self.own.books):
+        for number, book in enumerate(self.weights.books):
             # A frame being written has no digest yet, so an image that merged it could not
             # be told from one that merged a stranger's.
             arrived = None if self.drafts[number] else self.inbox.take(number)
             if arrived is None or arrived.image.version < book.version:
                 continue
             if arrived.image.version == book.version:  # Only an image that was mended comes again.
-                self.own.stand_on(number, arrived.image.weights)
+                self.weights.replace_anchor(number, arrived.image.weights)
                 continue
-            merged = self.own.adopt(number, arrived)
-            self.reporter.events.note(
+            merged = self.weights.adopt(number, arrived)
+            self.progress.events.note(
                 "adopted",
                 region=self.task.region,
                 fragment=number,
                 version=arrived.image.version,
                 merged=merged,
-                step=self.own.clock,
+                step=self.weights.clock,
             )
-            if self.reporter.why != "training":
-                self.report()  # Nobody else tells the server while we stand still.
+            if self.progress.why != "training":
+                self.report()  # Otherwise the server hears nothing while we stand still.
 
     def _answer_calls(self) -> None:
         if self.inbox.news is None or self.inbox.news.finished or self.wakeup.stop_reason:
             return
         for number, version in self.inbox.news.calls.items():
-            if self.own.may_answer(number, version):
-                self.drafts[number] = self.desk.post(*self.own.post(number))
+            if self.weights.may_answer(number, version):
+                self.drafts[number] = self.mail.post(*self.weights.post(number))
 
     def inner_step(self) -> None:
         began = time.monotonic()
-        loss = self.own.train()
+        loss = self.weights.train()
         # The loss of the step before: asking for this one's would leave the device idle.
         # A region that is slowed down knows how long each step took.
         last, self._loss = self._loss, loss
         if last is not None:
-            self.meter.lost(float(last))
-        if self.tempo.measures or not self.compiled:
-            loss.block_until_ready()
+            self.averages.lost(float(last))
+        if self.pacing.measures or not self.compiled:
+            self.weights.engine.wait()
         now = time.monotonic()
-        self.tempo.stepped(began if self.compiled else now, now)
+        self.pacing.stepped(began if self.compiled else now, now)
         if not self.compiled:
             self._compiled(now)
-        self.meter.stepped(self.task.tokens, now=now)
-        self.reporter.why = "training"
-        if self.reporter.is_due(self.own):
+        self.averages.stepped(self.task.tokens, now=now)
+        self.progress.why = "training"
+        if self.progress.is_due(self.weights):
             self.report()
 
     def _compiled(self, now: float) -> None:
         """The first step was mostly compiling: it says nothing about the pace."""
         self.compiled = True
         self._startup.mark()
-        self.reporter.began(self.own, self._startup, resumed=self._resumed)
+        self.progress.began(self.weights, self._startup, resumed=self._resumed)
         gc.collect()
-        gc.freeze()  # All of JAX: a collection that looks through it holds a step up.
+        gc.freeze()  # All of the framework: a collection that looks through it holds a step up.
         gc.enable()
-        self.meter.read(now=now)
+        self.averages.read(now=now)
 
     def _waits_for(self) -> str:
         """Says what has to happen before the next inner step; empty if nothing."""
@@ -299,90 +307,96 @@ class Trainer:
         if self.inbox.news.end:
             return "drained, waiting for the others" if self._is_drained() else self._draining()
         if self.sync.overlap == 0:
-            number = unmerged_work.waits_for(self.own.books, self.inbox.news.calls)
+            number = unmerged_work.waits_for(self.weights.books, self.inbox.news.calls)
             return "" if number is None else f"waiting for fragment {number} (overlap 0)"
         return ""
 
     def _draining(self) -> str:
-        holding = [n for n, book in enumerate(self.own.books) if book.flight or book.held.steps]
+        holding = [n for n, book in enumerate(self.weights.books) if book.flight or book.held.steps]
         return f"draining fragments {', '.join(map(str, holding))}"
 
     def _wait(self, why: str) -> None:
         self._catch_up()
-        self.meter.paused()
-        self.tempo.paused()
-        if why != self.reporter.why:
-            self.reporter.why = why
+        self.averages.paused()
+        self.pacing.paused()
+        if why != self.progress.why:
+            self.progress.why = why
             self.report()
         began = time.monotonic()
         self.wakeup.wait(LOOK_SECONDS)
         if not self.ended:  # At the end everybody waits for the last versions.
-            self.meter.blocked += time.monotonic() - began
+            self.averages.blocked += time.monotonic() - began
 
     def _catch_up(self) -> None:
         if self._loss is not None:
-            self.meter.lost(float(self._loss))
+            self.averages.lost(float(self._loss))
             self._loss = None
 
     def _drain(self) -> None:
         """After the end: gives up crumbs below one step, and leaves a checkpoint once."""
-        for number, book in enumerate(self.own.books):
+        for number, book in enumerate(self.weights.books):
             if book.flight is None and 0 < book.held.steps < 1:
-                self.own.abandon(number)
+                self.weights.abandon(number)
         if not self.ended:
             self.ended = True
             self._checkpoint()
 
     def _is_drained(self) -> bool:
         return self.ended and all(
-            book.flight is None and book.held.steps < 1 for book in self.own.books
+            book.flight is None and book.held.steps < 1 for book in self.weights.books
         )
 
     def _is_up_to_date(self) -> bool:
         assert self.inbox.news is not None
         newest = self.inbox.news.versions
-        return all(own >= new for own, new in zip(self.own.versions, newest, strict=True))
+        return all(have >= new for have, new in zip(self.weights.versions, newest, strict=True))
 
     def give_up(self, why: str, unfit: set[int]) -> None:
         """Goes back to the published weights where ours are unfit, with a fresh optimiser."""
-        self.meter.bad = 0
+        self.averages.bad = 0
         # What could not be written is not tried again: it is refused here, and a frame of it
         # that became durable later would be merged all the same.
         self._collect_drafts(wait=True, retry=False)
         for number in range(self.sync.fragments):
-            if number in unfit or not self.own.is_finite(number):
-                self.own.refuse(number)
-        self.own.reset_optimizer()
-        self.reporter.note(f"{why}; going on from the published weights")
+            if number in unfit or not self.weights.is_finite(number):
+                self.weights.refuse(number)
+        self.weights.engine.reset_optimizer()
+        self.progress.note(f"{why}; going on from the published weights")
         self.report()
 
     def report(self) -> None:
-        self.reporter.report(self.own, drained=self._is_drained())
+        self.progress.report(
+            self.weights, heldout=self.evaluation.newest, drained=self._is_drained()
+        )
 
     def evaluate(self) -> None:
-        self.reporter.evaluate(self.own)
+        loss = self.evaluation.run(self.weights)
+        if not math.isfinite(loss):
+            versions = self.weights.versions
+            self.progress.note(f"the held-out loss of versions {versions} is {loss}")
+        self.averages.paused()
         self.report()
 
     def _checkpoint_when_due(self) -> None:
-        if trouble := self.desk.trouble():
-            self.reporter.note(trouble)
-        if self._saving.is_due(now=time.monotonic()):
+        if trouble := self.checkpoints.trouble():
+            self.progress.note(trouble)
+        if self.checkpoints.is_due(now=time.monotonic()):
             self._checkpoint()
 
     def _checkpoint(self) -> None:
-        jax.block_until_ready(self.own.params)  # The step in progress is no cost of saving.
+        self.weights.engine.wait()  # The step in progress is no cost of saving.
         began = time.monotonic()
-        checkpoint = self.own.checkpoint()
-        self._saving.save(checkpoint, began=began, now=time.monotonic())
+        checkpoint = self.weights.checkpoint()
+        self.checkpoints.save(checkpoint, began=began, now=time.monotonic())
 
     def _leave(self, why: str) -> int:
         """Stops in order: nothing half written, everything in the checkpoint."""
         self._collect_drafts(wait=True)
-        self.desk.saved()
+        self.checkpoints.wait()
         self._checkpoint()
-        if trouble := self.desk.saved():
-            self.reporter.note(trouble)
-        self.reporter.why = f"stopped: {why}"
+        if trouble := self.checkpoints.wait():
+            self.progress.note(trouble)
+        self.progress.why = f"stopped: {why}"
         self.report()
         return 0
 
@@ -391,9 +405,10 @@ class Trainer:
         self._collect_drafts(wait=True)
         self._catch_up()
         for number in range(self.sync.fragments):
-            self.own.abandon(number)
+            self.weights.abandon(number)
         self.ended = True
-        told = self.inbox.news is not None and self.inbox.news.evaluate
-        if told and (self.reporter.heldout or {}).get("versions") != self.own.versions:
+        asked = self.inbox.news is not None and self.inbox.news.evaluate
+        newest = self.evaluation.newest
+        if asked and (newest is None or list(newest.versions) != self.weights.versions):
             self.evaluate()
         return self._leave("the run is finished")

@@ -1,4 +1,4 @@
-"""What a trainer does beside training: a thread that reads and writes its mail.
+"""The trainer's mail: a thread that reads images and writes frames, and what came in lately.
 
 The main thread hands over host copies and goes on; encoding, compressing, waiting for
 the disk and decoding happen here. Results are collected at the next step boundary.
@@ -7,18 +7,20 @@ the disk and decoding happen here. Results are collected at the next step bounda
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
 
-from diloco_cli.errors import DilocoError
+from diloco_cli.core.fragments import Fragment
 from diloco_cli.wire.frame import Header, pack
-from diloco_cli.worker.mailbox import Image, Mailbox
-from diloco_cli.worker.trainer import checkpoint as resume
-from diloco_cli.worker.trainer.checkpoint import Checkpoint
+from diloco_cli.wire.messages import News
+from diloco_cli.worker.mailbox import Fate, Image, Mailbox, Stamp, stamp
+
+LOOK_SECONDS = 1.0
+"""The mailbox is looked into at least this often, woken or not."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class OutgoingFrame:
     """Gives the frame's digest."""
 
 
-class MailThreads:
-    """Reads images and writes posts in one thread, checkpoints in another."""
+class MailThread:
+    """Reads images and writes frames, one after the other."""
 
     def __init__(
         self,
@@ -49,23 +51,20 @@ class MailThreads:
         region: str,
         *,
         level: int,
-        ring: Callable[[], None],
+        wake: Callable[[], None],
         tell: Callable[[str], None],
     ) -> None:
+        """`wake` wakes the trainer, `tell` its agent."""
         self.mailbox = mailbox
         self.region = region
         self.level = level
-        self._ring = ring
+        self._wake = wake
         self._tell = tell
-        self._mail = ThreadPoolExecutor(1, thread_name_prefix="mail")
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._saving: Future[str] | None = None
-        self.effort = 0.0
-        """Processor seconds that writing the last checkpoint took."""
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="mail")
 
     def post(self, header: Header, values: np.ndarray) -> OutgoingFrame:
         """Starts to write a frame; until it is done it does not exist."""
-        return OutgoingFrame(header, values, self._soon(self._mail, self._post, header, values))
+        return OutgoingFrame(header, values, self._soon(self._post, header, values))
 
     def _post(self, header: Header, values: np.ndarray) -> str:
         frame = pack(header, values, level=self.level)
@@ -74,7 +73,7 @@ class MailThreads:
         return frame[-32:].hex()
 
     def read(self, fragment: int, size: int) -> Future[IncomingImage | None]:
-        return self._soon(self._mail, self._read, fragment, size)
+        return self._soon(self._read, fragment, size)
 
     def _read(self, fragment: int, size: int) -> IncomingImage | None:
         image = self.mailbox.image(fragment)
@@ -85,38 +84,56 @@ class MailThreads:
         ours = frame is not None and frame.digest == merged
         return IncomingImage(image, merged, frame.values() if frame and ours else None)
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        self._saving = self._soon(self._saver, self._save, checkpoint)
-
-    def _save(self, checkpoint: Checkpoint) -> str:
-        began = time.thread_time()
-        try:
-            resume.save(self.mailbox.checkpoint, checkpoint)
-        except (OSError, SafetensorError, DilocoError) as error:
-            return f"the checkpoint could not be written: {error}"
-        finally:
-            self.effort = time.thread_time() - began
-        return ""
-
-    @property
-    def saving(self) -> bool:
-        return self._saving is not None and not self._saving.done()
-
-    def saved(self) -> str:
-        """Waits for the checkpoint being written; says what went wrong with it, if anything."""
-        saving, self._saving = self._saving, None
-        return saving.result() if saving else ""
-
-    def trouble(self) -> str:
-        """Says what went wrong with the last checkpoint, once, without waiting for one."""
-        return "" if self.saving else self.saved()
-
     def close(self) -> None:
-        self._mail.shutdown()
-        self._saver.shutdown()
+        self._threads.shutdown()
 
-    def _soon(self, pool: ThreadPoolExecutor, act: Callable, *arguments: object) -> Future:
-        future = pool.submit(act, *arguments)
+    def _soon(self, act: Callable, *arguments: object) -> Future:
+        future = self._threads.submit(act, *arguments)
         # A trainer that waits wants to know at once; one that trains looks at every step.
-        future.add_done_callback(lambda _: self._ring())
+        future.add_done_callback(lambda _: self._wake())
         return future
+
+
+class Inbox:
+    """The agent's side of the mailbox, as a trainer sees it; files are read when they change."""
+
+    def __init__(self, mailbox: Mailbox, fragments: Sequence[Fragment]) -> None:
+        self.mailbox = mailbox
+        self.fragments = fragments
+        self.news: News | None = None
+        self.fates: list[Fate | None] = [None] * len(fragments)
+        self.reads: list[Future[IncomingImage | None] | None] = [None] * len(fragments)
+        """Images on their way from the disk, one per fragment."""
+        self._seen: dict[Path, Stamp | None] = {}
+        self._look_at = 0.0
+        # Images are read once at the start. What is noted now, before that, is no later
+        # than what was read, so a change in between is seen.
+        for fragment in fragments:
+            self._is_new(mailbox.image_file(fragment.number))
+
+    def is_due(self, *, now: float) -> bool:
+        return now >= self._look_at
+
+    def look(self, mail: MailThread) -> None:
+        """Reads what changed; images are read in the mail thread."""
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        if self._is_new(self.mailbox.calls_file):
+            self.news = self.mailbox.calls() or self.news
+        for fragment in self.fragments:
+            number = fragment.number
+            if self._is_new(self.mailbox.fate_file(number)):
+                self.fates[number] = self.mailbox.fate(number)
+            if self._is_new(self.mailbox.image_file(number)):
+                self.reads[number] = mail.read(number, fragment.size)
+
+    def take(self, number: int) -> IncomingImage | None:
+        """Gives a newer image once it has been read."""
+        read = self.reads[number]
+        if read is None or not read.done():
+            return None
+        self.reads[number] = None
+        return read.result()
+
+    def _is_new(self, path: Path) -> bool:
+        before, self._seen[path] = self._seen.get(path), stamp(path)
+        return self._seen[path] is not None and self._seen[path] != before

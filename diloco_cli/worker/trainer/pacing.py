@@ -52,8 +52,8 @@ class StepPacing:
             return 1.0
 
 
-def tempo_of(task: Task, mailbox: Mailbox) -> StepPacing:
-    """The tempo that this region was told to train at."""
+def pacing_of(task: Task, mailbox: Mailbox) -> StepPacing:
+    """The pace that this region was told to train at."""
     chaos = task.spec.chaos
     speed = task.spec.region(task.region).speed
     # Only chaos writes the file, so that others need not look for it.

@@ -1,8 +1,8 @@
-"""Where does a trainer stand when it starts?
+"""Resume: what a trainer goes on from when it starts.
 
-Three durable witnesses are heard for every fragment: the checkpoint, the frame in the
-outbox, and the image of the published weights. The outbox beats the checkpoint, and the
-image decides last: whatever it says is merged leaves what is held.
+Three durable files decide for every fragment: the checkpoint, the frame in the outbox, and
+the image of the published weights. The outbox beats the checkpoint, and the image decides
+last: whatever it says is merged leaves what is held.
 
     held    anchor − params of the checkpoint, or the decoded frame, or nothing
     local   image − held
@@ -10,8 +10,9 @@ image decides last: whatever it says is merged leaves what is held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ import numpy as np
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.fragments import Fragment, Layout, Tensor, gather, scatter
 from diloco_cli.core.unmerged_work import Book, Flight, Mix, Posted, Totals, Work
+from diloco_cli.data import Cursor
 from diloco_cli.errors import StoreError, WireError
 from diloco_cli.wire.frame import Frame
-from diloco_cli.worker.mailbox import FolderOwner, Mailbox
+from diloco_cli.worker.mailbox import FolderOwner, Image, Mailbox
 from diloco_cli.worker.trainer import checkpoint
 from diloco_cli.worker.trainer.checkpoint import Checkpoint
 
@@ -35,7 +37,7 @@ class ResumePoint:
     params: dict[str, np.ndarray]
     opt_state: dict[str, np.ndarray] | None
     """None means a fresh optimiser."""
-    cursor: dict[str, Any] | None
+    cursor: Cursor | None
     """None means the beginning of the data."""
     clock: int
     resumed: bool
@@ -50,17 +52,20 @@ class RegionPlace:
     region: str
     layout: Layout
     alpha: float
+    folder: Path | str = "this region's folder"
+    """As messages name it."""
 
 
-def stand(mailbox: Mailbox, place: RegionPlace, tensors: Sequence[Tensor]) -> ResumePoint:
-    """Reads the witnesses and settles against the newest images."""
+def resume(mailbox: Mailbox, place: RegionPlace, tensors: Sequence[Tensor]) -> ResumePoint:
+    """Reads the three and settles against the newest images."""
     identity = mailbox.identity() or FolderOwner("", 0)
     saved = _checkpoint(mailbox, identity, place)
     frames = [_frame(mailbox, fragment) for fragment in place.layout.fragments]
     params = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in tensors}
     books, anchors = [], []
     for fragment, frame in zip(place.layout.fragments, frames, strict=True):
-        book, anchor, local = _stand_on(mailbox, place, fragment, frame, saved)
+        image = _image(mailbox, fragment)
+        book, anchor, local = resume_fragment(place, fragment, saved, frame, image)
         books.append(book)
         anchors.append(anchor)
         scatter(local, fragment, params)
@@ -73,30 +78,22 @@ def stand(mailbox: Mailbox, place: RegionPlace, tensors: Sequence[Tensor]) -> Re
         anchors=anchors,
         params=params,
         opt_state=saved.opt_state if saved else None,
-        cursor=_cursor(saved, frames),
+        cursor=newest_cursor(saved, [frame for frame in frames if frame]),
         clock=max([saved.clock if saved else 0, identity.high, *clocks]),
         resumed=saved is not None or bool(clocks),
         renamed=renamed,
     )
 
 
-def _stand_on(
-    mailbox: Mailbox,
+def resume_fragment(
     place: RegionPlace,
     fragment: Fragment,
-    frame: Frame | None,
     saved: Checkpoint | None,
+    frame: Frame | None,
+    image: Image,
 ) -> tuple[Book, np.ndarray, np.ndarray]:
     """Gives one fragment's book, its anchor and its local weights."""
     number = fragment.number
-    image = mailbox.image(number)
-    if image is None or image.weights.shape != (fragment.size,):
-        found = "is missing" if image is None else f"has the shape {image.weights.shape}"
-        raise StoreError(
-            f"The image of fragment {number} in {mailbox.folder} {found}; "
-            f"{fragment.size} values belong there.",
-            hint="Delete the region's image folder; the agent fetches it again.",
-        )
     book, origin = unmerged_work.start(
         read_book(saved.books[number]) if saved else None,
         _posted(frame) if frame else None,
@@ -107,7 +104,7 @@ def _stand_on(
             f"Region {place.region} has adopted version {book.version} of fragment {number}, "
             f"but the server's newest is {image.version}.",
             hint="The server was restored from an older copy. Restore a newer one, or delete "
-            f"{mailbox.folder} to go on from what the server has.",
+            f"{place.folder} to go on from what the server has.",
         )
     if origin == "checkpoint" and saved:
         local = gather(saved.params, fragment)
@@ -160,9 +157,9 @@ def _checkpoint(mailbox: Mailbox, identity: FolderOwner, place: RegionPlace) -> 
     saved = checkpoint.load(mailbox.checkpoint)
     belongs = {"run": identity.run, "layout": place.layout.digest}
     for key, expected in belongs.items():
-        if (found := saved.meta.get(key)) != expected:
+        if (actual := saved.meta.get(key)) != expected:
             raise StoreError(
-                f"The checkpoint {mailbox.checkpoint} is of {key} {found}, not {expected}.",
+                f"The checkpoint {mailbox.checkpoint} is of {key} {actual}, not {expected}.",
                 hint="Delete it; the region then restarts from the published weights.",
             )
     return saved
@@ -178,15 +175,27 @@ def _frame(mailbox: Mailbox, fragment: Fragment) -> Frame | None:
         ) from None
 
 
+def _image(mailbox: Mailbox, fragment: Fragment) -> Image:
+    image = mailbox.image(fragment.number)
+    if image is None or image.weights.shape != (fragment.size,):
+        fault = "is missing" if image is None else f"has the shape {image.weights.shape}"
+        raise StoreError(
+            f"The image of fragment {fragment.number} in {mailbox.folder} {fault}; "
+            f"{fragment.size} values belong there.",
+            hint="Delete the region's image folder; the agent fetches it again.",
+        )
+    return image
+
+
 def _posted(frame: Frame) -> Posted:
-    said = frame.header
-    work, totals = Work(said.tokens, said.steps), Totals(**said.totals)
-    return Posted(said.clock, said.base, said.prev, work, frame.digest, totals)
+    header = frame.header
+    work, totals = Work(header.tokens, header.steps), Totals(**header.totals)
+    return Posted(header.clock, header.base, header.prev, work, frame.digest, totals)
 
 
-def _cursor(saved: Checkpoint | None, frames: Sequence[Frame | None]) -> dict[str, Any] | None:
+def newest_cursor(saved: Checkpoint | None, frames: Iterable[Frame]) -> Cursor | None:
     """Takes the newest cursor, so that posted batches are not trained again."""
-    known = [(frame.header.clock, frame.header.cursor) for frame in frames if frame]
+    cursors = [(frame.header.clock, frame.header.cursor) for frame in frames]
     if saved:
-        known.append((saved.clock, saved.cursor))
-    return max(known, key=lambda pair: pair[0])[1] if known else None
+        cursors.append((saved.clock, saved.cursor))
+    return dict(max(cursors, key=lambda pair: pair[0])[1]) if cursors else None

@@ -7,15 +7,17 @@ they do exactly the same work under the same conditions.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco_cli.core.fragments import Layout, cut
-from diloco_cli.data.text import Stream, datasets, place_of
-from diloco_cli.models.decoder import Model, models
+from diloco_cli.data import Stream, datasets, place_of
+from diloco_cli.models import Model, models
 from diloco_cli.spec.schema import InnerSpec, RunSpec
 from diloco_cli.system.malloc import keep_memory
-from diloco_cli.worker.engines.jax_engine import JaxStep, limit_cores, make_step, use_compile_cache
+from diloco_cli.worker.engines import CompiledStep
+from diloco_cli.worker.engines.jax_engine import make_step, use_compile_cache
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Task:
     model: Model
     layout: Layout
     inner: InnerSpec
-    step: JaxStep
+    step: CompiledStep
     stream: Stream
 
     @property
@@ -39,11 +41,18 @@ class Task:
 
 
 def set_up(cores: Sequence[int] | None) -> None:
-    """Prepares this process for training; call it before JAX starts its threads."""
+    """Prepares this process for training; call it before the engine starts its threads."""
     if cores:
         limit_cores(cores)
     keep_memory()
     use_compile_cache()
+
+
+def limit_cores(cores: Sequence[int]) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    if allowed := set(cores) & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, allowed)
 
 
 def prepare(spec: RunSpec, region: str) -> Task:
@@ -71,5 +80,5 @@ def horizon(spec: RunSpec, region: str) -> int:
         return inner.batch * inner.sequence * spec.region(name).speed
 
     # A step takes about as long everywhere, but for regions that are told to be slow.
-    together = sum(pace(one.name) for one in spec.regions)
+    together = sum(pace(other.name) for other in spec.regions)
     return max(1, round(spec.budget.tokens * spec.region(region).speed / together))

@@ -1,33 +1,24 @@
 """A region's weights, anchors and books, which only ever move together.
 
-`delta` keeps the books of every fragment and answers each change with a `Mix`; here the
-mix is applied to the arrays in the same act. For every fragment, at any time:
+`core/unmerged_work` keeps the books of every fragment and answers each change with a
+`Mix`; here the mix is applied to the arrays in the same act. For every fragment, at any time:
 
-    held = anchor − local        local = the fragment's part of `params`, on the device
+    held = anchor − local        local = the fragment's weights, in the engine
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import SupportsFloat
 
-import jax
 import numpy as np
 
 from diloco_cli.core import unmerged_work
-from diloco_cli.core.fragments import scatter
+from diloco_cli.core.fragments import Fragment, scatter
 from diloco_cli.core.unmerged_work import DROP, KEEP, Mix, Totals
+from diloco_cli.data import Cursor
 from diloco_cli.wire.frame import Header
-from diloco_cli.worker.engines.jax_engine import (
-    Params,
-    State,
-    fetch,
-    flatten_state,
-    fragment_vector,
-    place,
-    replace_fragment,
-    restore_state,
-)
+from diloco_cli.wire.messages import Tokens
 from diloco_cli.worker.mailbox import Fate
 from diloco_cli.worker.trainer.checkpoint import Checkpoint
 from diloco_cli.worker.trainer.mail import IncomingImage
@@ -39,41 +30,37 @@ UNFIT = "unfit"
 
 
 class WeightsAndBooks:
-    def __init__(self, task: Task, standing: ResumePoint, *, run: str, owner: str = "") -> None:
+    def __init__(self, task: Task, start: ResumePoint, *, run: str, owner: str = "") -> None:
         self.task = task
         self.run, self.owner = run, owner
-        self.books = standing.books
-        self.anchors = standing.anchors
-        self.clock = standing.clock
-        self.cursor = task.stream.start() if standing.cursor is None else standing.cursor
-        self.params: Params = place(standing.params)
-        self.state: State = (
-            restore_state(task.step, self.params, standing.opt_state)
-            if standing.opt_state
-            else task.step.init_state(self.params)
-        )
+        self.books = start.books
+        self.anchors = start.anchors
+        self.clock = start.clock
+        self.cursor = task.stream.start() if start.cursor is None else start.cursor
+        self.engine = task.step.engine()
+        self.engine.load(start.params, start.opt_state)
 
     @property
     def versions(self) -> list[int]:
         """The adopted version of each fragment."""
         return [book.version for book in self.books]
 
-    def train(self) -> jax.Array:
+    def train(self) -> SupportsFloat:
         """Makes one inner step; gives its loss, which may not be computed yet."""
         tokens, cursor = self.task.stream.batch(self.cursor)
-        params, state, loss = self.task.step.step(self.params, self.state, tokens)
-        self.moved(params, state, cursor)
+        loss = self.engine.step(tokens)
+        self.stepped(cursor)
         return loss
 
-    def moved(self, params: Params, state: State, cursor: dict[str, Any]) -> None:
-        """Books one inner step, whoever made it."""
-        self.params, self.state, self.cursor = params, state, cursor
+    def stepped(self, cursor: Cursor) -> None:
+        """Books one inner step that the engine has made."""
+        self.cursor = cursor
         self.clock += 1
         self.books = [unmerged_work.step(book, self.task.tokens) for book in self.books]
 
     def held(self, number: int) -> np.ndarray:
         """Copies what is held of a fragment to the host; waits for the step in progress."""
-        return self.anchors[number] - fragment_vector(self.params, self._fragment(number))
+        return self.anchors[number] - self.engine.read(self._fragment(number))
 
     def may_answer(self, number: int, called: int) -> bool:
         return unmerged_work.may_answer(self.books[number], called)
@@ -125,7 +112,7 @@ class WeightsAndBooks:
         self._place(number, mixed(held, mix, arrived.flight))
         return before.flight is not None and before.flight.digest == arrived.merged
 
-    def stand_on(self, number: int, anchor: np.ndarray) -> None:
+    def replace_anchor(self, number: int, anchor: np.ndarray) -> None:
         """Goes on from other bits of the version already adopted; all that is held stays."""
         if np.array_equal(self.anchors[number], anchor):
             return
@@ -159,16 +146,8 @@ class WeightsAndBooks:
     def is_finite(self, number: int) -> bool:
         return bool(np.isfinite(self.held(number)).all())
 
-    def reset_optimizer(self) -> None:
-        """Forgets the inner optimiser's averages; where the schedule stands is kept."""
-
-        def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-            return old if new.ndim == 0 and new.dtype.kind in "iu" else new
-
-        self.state = jax.tree.map(choose, self.task.step.init_state(self.params), self.state)
-
     def published(self) -> dict[str, np.ndarray]:
-        """Puts the global weights together, as adopted: unlike `params`, without our own work."""
+        """Puts the global weights together, as adopted, without our own work."""
         weights = {
             tensor.name: np.empty(tensor.shape, np.float32) for tensor in self.task.model.tensors()
         }
@@ -178,9 +157,10 @@ class WeightsAndBooks:
 
     def checkpoint(self) -> Checkpoint:
         """Copies everything to the host, all of one step."""
+        snapshot = self.engine.snapshot()
         return Checkpoint(
-            params=fetch(self.params),
-            opt_state=flatten_state(self.state),
+            params=snapshot.params,
+            opt_state=snapshot.optimizer,
             anchors=list(self.anchors),
             books=[write_book(book) for book in self.books],
             cursor=dict(self.cursor),
@@ -189,15 +169,15 @@ class WeightsAndBooks:
             meta={"run": self.run, "layout": self.task.layout.digest, "owner": self.owner},
         )
 
-    def tokens(self) -> dict[str, list[float]]:
+    def tokens(self) -> Tokens:
         """Tokens by fate, for each fragment."""
         fates = [_not_negative(book.totals) for book in self.books]
-        return {
-            **{fate: [each[fate] for each in fates] for fate in fates[0]},
-            "pending": [max(0.0, book.pending) for book in self.books],
-        }
+        return Tokens(
+            **{fate: tuple(totals[fate] for totals in fates) for fate in fates[0]},
+            pending=tuple(max(0.0, book.pending) for book in self.books),
+        )
 
-    def _fragment(self, number: int) -> Any:
+    def _fragment(self, number: int) -> Fragment:
         return self.task.layout.fragments[number]
 
     def _apply(self, number: int, mix: Mix) -> None:
@@ -207,8 +187,7 @@ class WeightsAndBooks:
         self._place(number, np.zeros_like(self.anchors[number]))
 
     def _place(self, number: int, held: np.ndarray) -> None:
-        fragment = self._fragment(number)
-        self.params = replace_fragment(self.params, fragment, self.anchors[number] - held)
+        self.engine.write(self._fragment(number), self.anchors[number] - held)
 
 
 def _grounded(book: unmerged_work.Book, clock: int) -> tuple[unmerged_work.Book, int]:

@@ -57,8 +57,9 @@ def _mean(events: list[Event], key: str) -> float:
 def _utilisation(folder: Path, names: list[str]) -> float:
     shares = []
     for name in names:
-        told = Mailbox(folder / "regions" / name).progress() or {}
-        shares.append(blocked_share(told["blocked"], told["worked"]) or 0.0)
+        progress = Mailbox(folder / "regions" / name).progress()
+        assert progress is not None
+        shares.append(blocked_share(progress.blocked, progress.worked) or 0.0)
     return 1.0 - statistics.mean(shares)
 
 

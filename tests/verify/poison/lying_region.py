@@ -33,7 +33,6 @@ from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack, seal
 from diloco_cli.wire.messages import WIRE_VERSION, Heartbeat, Join
-from diloco_cli.worker.engines.jax_engine import place
 from diloco_cli.worker.mailbox import Fate, Image
 from diloco_cli.worker.trainer.mail import IncomingImage
 from diloco_cli.worker.trainer.resume import ResumePoint
@@ -259,7 +258,7 @@ class Rehearsal:
             assert np.isfinite(newest.state.theta).all(), "never a non-finite weight"
             self._adopt("r1", region, fragment, newest)
         task = region.own.task
-        return task.step.evaluate(place(region.own.published()), task.stream.heldout(16))
+        return region.own.engine.evaluate(region.own.published(), task.stream.heldout(16))
 
 
 async def _pieces(data: bytes) -> AsyncIterator[bytes]:

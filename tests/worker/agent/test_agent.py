@@ -102,7 +102,7 @@ def test_the_trainer_starts_when_all_images_are_here(agent, counter, tmp_path):
 def test_a_trainer_that_dies_is_started_again_and_counted(agent, counter, log_lines, tmp_path):
     agent(first="sys.exit(1)")
     counter.wait_for(lambda: restarts(counter) >= 2)
-    assert "the trainer ended (exit code 1), again at once" in log_lines
+    assert "the trainer ended (exit code 1), restarting at once" in log_lines
     counter.wait_for(lambda: len(started(tmp_path)) >= 3)
     died = [
         event.fields["pid"]

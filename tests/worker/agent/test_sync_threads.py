@@ -10,9 +10,9 @@ from diloco_cli.net.client import FencedError
 from diloco_cli.observe.events import EventLog, read_events
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Header, pack
-from diloco_cli.wire.messages import Answer, Joined
+from diloco_cli.wire.messages import Answer, FragmentProgress, HeldOut, Joined, TrainerProgress
 from diloco_cli.worker.agent.published_weights import bring_up
-from diloco_cli.worker.agent.sync_threads import SyncThreads
+from diloco_cli.worker.agent.sync_threads import Reporting, SyncThreads
 from diloco_cli.worker.mailbox import Fate, Image, Mailbox
 from tests.worker.fake_server import LAYOUT, SIZE, Counter
 
@@ -161,7 +161,7 @@ def test_a_posted_frame_is_sent_and_its_fate_written_down(courier, counter, mail
     counter.decide = lambda frame: Answer(fate="returned", why="too old")
     courier.start()
     digest = write_frame(mailbox)
-    courier.heard()
+    courier.wake()
     counter.wait_for(lambda: mailbox.fate(0) == Fate(digest, "returned", "too old"))
     assert [frame.digest for frame in counter.submitted] == [digest] and not courier.unsent()
 
@@ -177,7 +177,7 @@ def test_an_answer_about_an_older_frame_does_not_hide_the_newest(courier, counte
     counter.decide = lambda frame: Answer(fate="foreign", why="somebody else")
     courier.start()
     digest = write_frame(mailbox)
-    courier.heard()
+    courier.wake()
     counter.wait_for(lambda: mailbox.fate(0) is not None)
     counter.fates = {0: {"digest": "a" * 64, "fate": "merged"}}
     counter.tell()
@@ -202,7 +202,7 @@ def test_news_of_a_server_that_was_set_back_count_at_once(courier, counter):
     counter.wait_for(lambda: courier.mailbox.calls().n == 51)
     counter.n = 8
     counter.tell(end=False)
-    courier.heard()
+    courier.wake()
     counter.wait_for(lambda: courier.mailbox.calls().n == 9)
     assert not courier.mailbox.calls().end
 
@@ -215,7 +215,7 @@ def test_a_server_that_is_away_is_mentioned_once_and_everything_is_sent_later(
     counter.away = True
     asked = len(counter.asked)
     write_frame(mailbox)
-    courier.heard()
+    courier.wake()
     counter.wait_for(lambda: len(counter.asked) > asked + 6)
     assert courier.away
     counter.away = False
@@ -232,7 +232,7 @@ def test_a_server_that_is_away_is_mentioned_once_and_everything_is_sent_later(
 def test_a_frame_that_a_server_set_back_has_forgotten_is_sent_again(courier, counter, mailbox):
     courier.start()
     write_frame(mailbox)
-    courier.heard()
+    courier.wake()
     counter.wait_for(lambda: len(counter.submitted) == 1)
     counter.fates = {}
     counter.tell()
@@ -266,22 +266,22 @@ def test_a_damaged_image_is_fetched_again(courier, counter, mailbox):
 
 
 def test_heartbeats_say_what_the_trainer_says(courier, counter, mailbox):
-    tokens = {f: [1.0, 2.0] for f in ("trained", "applied", "pending", "refused", "discarded")}
+    blank = TrainerProgress.none(2)
+    fragments = tuple(FragmentProgress(version=v, steps=2.0) for v in (3, 4))
+    heldout = HeldOut(versions=(3, 4), loss=2.5)
     mailbox.write_progress(
-        {
-            "step": 12,
-            "training": True,
-            "drained": False,
-            "fragments": [{"version": 3, "steps": 2.0}, {"version": 4, "steps": 0.0}],
-            "tokens": tokens,
-            "loss": float("nan"),
-            "tokens_per_second": 100.0,
-            "step_seconds": 0.1,
-            "why": "training",
-            "heldout": {"versions": [3, 4], "loss": 2.5},
-        }
+        TrainerProgress(
+            step=12,
+            training=True,
+            drained=False,
+            fragments=fragments,
+            tokens=blank.tokens,
+            loss=float("nan"),
+            why="training",
+            heldout=heldout,
+        )
     )
-    courier.state.update(training=None, why=None, restarts=2)
+    courier.trainer, courier.restarts = Reporting(), 2
     courier.start()
     counter.wait_for(lambda: bool(counter.heartbeats))
     beat = counter.heartbeats[0]

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.worker.handover import adopt, papers
+from diloco_cli.wire.messages import TrainerProgress
+from diloco_cli.worker.agent.trainer_process import take_over
+from diloco_cli.worker.handover import HandoverRecord
 from diloco_cli.worker.trainer import checkpoint
 from tests.worker.trainer.harness import Stage, tiny_spec
 
@@ -39,8 +40,8 @@ class Process:
         assert self.child.stdin
         self.child.stdin.write(b"mail\n")
 
-    def progress(self) -> dict[str, Any]:
-        return self.stage.mailbox.progress() or {"step": 0, "tokens": {"applied": [0, 0]}}
+    def progress(self) -> TrainerProgress:
+        return self.stage.mailbox.progress() or TrainerProgress.none(2)
 
     def wait_for(self, happened, seconds: float = 90.0) -> None:
         assert self.child.stdout
@@ -78,7 +79,7 @@ def start():
 def test_a_trainer_killed_in_mid_run_goes_on_and_every_merged_token_counts_once(start, tmp_path):
     stage = Stage(tmp_path, tiny_spec(tmp_path))
     killed = start(stage)
-    killed.wait_for(lambda: killed.progress()["step"] >= 5)
+    killed.wait_for(lambda: killed.progress().step >= 5)
     stage.tell({0: 0})
     killed.ring()
     killed.wait_for(lambda: stage.mailbox.frame(0) is not None)
@@ -88,47 +89,44 @@ def test_a_trainer_killed_in_mid_run_goes_on_and_every_merged_token_counts_once(
     stage.merge(0)
 
     revived = start(stage)
-    revived.wait_for(lambda: revived.progress()["tokens"]["applied"][0] == frame.tokens)
-    step = revived.progress()["step"]
+    revived.wait_for(lambda: revived.progress().tokens.applied[0] == frame.tokens)
+    step = revived.progress().step
     assert step >= frame.clock
-    revived.wait_for(lambda: revived.progress()["step"] > step)
+    revived.wait_for(lambda: revived.progress().step > step)
     assert revived.end() == 0, "the end of its input is a reason to leave in order"
 
     saved = checkpoint.load(stage.mailbox.checkpoint)
     assert saved.books[0]["totals"]["applied"] == frame.tokens
     assert saved.cursor["windows"] > frame.cursor["windows"]
     last = revived.progress()
-    assert last["why"] == "stopped: the agent is gone" and not last["training"]
+    assert last.why == "stopped: the agent is gone" and not last.training
     for number in range(2):
-        tokens = {fate: values[number] for fate, values in last["tokens"].items()}
+        tokens = {fate: values[number] for fate, values in last.tokens}
         assert tokens["trained"] == tokens["applied"] + tokens["pending"] > 0
 
 
 def test_whoever_takes_a_trainer_over_in_time_is_its_agent(start, tmp_path):
     stage = Stage(tmp_path, tiny_spec(tmp_path))
     process = start(stage, alone=60.0)
-    process.wait_for(lambda: process.progress()["step"] >= 5)
+    process.wait_for(lambda: process.progress().step >= 5)
     argv, identity = [str(one) for one in process.child.args], stage.mailbox.identity()
     assert process.child.stdin and identity
     process.child.stdin.close()
-    own = papers(argv, stage.folder / "spec.resolved.yaml", identity)
+    record = HandoverRecord.of(argv, stage.folder / "spec.resolved.yaml", identity)
     heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     ended = threading.Event()
 
-    def take_over(wanted):
-        log = tmp_path / "log"
-        return adopt(stage.mailbox, wanted, log, heard=heard.put, ended=ended.set)
-
-    trainer = take_over(own)
+    log = tmp_path / "log"
+    trainer = take_over(stage.mailbox, record, log, on_output=heard.put, on_end=ended.set)
     assert trainer and trainer.pid == process.child.pid and trainer.code is None
     while b"progress" not in heard.get(timeout=60):
         pass  # It speaks to its new agent, and goes on.
-    step = process.progress()["step"]
-    while process.progress()["step"] <= step + 20:
+    step = process.progress().step
+    while process.progress().step <= step + 20:
         heard.get(timeout=60)
     # It hears its new agent: mail is answered at the next step, not at the next look.
     stage.tell({0: 0})
-    trainer.ring()
+    trainer.wake()
     while stage.mailbox.frame(0) is None:
         heard.get(timeout=60)
     trainer.stop()
@@ -139,27 +137,27 @@ def test_whoever_takes_a_trainer_over_in_time_is_its_agent(start, tmp_path):
 def test_a_trainer_of_another_run_is_sent_away_and_not_taken_over(start, tmp_path):
     stage = Stage(tmp_path, tiny_spec(tmp_path))
     process = start(stage, alone=60.0)
-    process.wait_for(lambda: process.progress()["step"] >= 5)
+    process.wait_for(lambda: process.progress().step >= 5)
     argv, identity = [str(one) for one in process.child.args], stage.mailbox.identity()
     assert process.child.stdin and identity
     process.child.stdin.close()
     other = replace(identity, run="run-2")
-    wanted = papers(argv, stage.folder / "spec.resolved.yaml", other)
-    quiet = {"heard": lambda words: None, "ended": lambda: None}
-    assert adopt(stage.mailbox, wanted, tmp_path / "log", **quiet) is None
+    record = HandoverRecord.of(argv, stage.folder / "spec.resolved.yaml", other)
+    quiet = {"on_output": lambda words: None, "on_end": lambda: None}
+    assert take_over(stage.mailbox, record, tmp_path / "log", **quiet) is None
     assert process.child.wait(60) == 0
-    assert process.progress()["why"] == "stopped: told to stop by SIGTERM"
+    assert process.progress().why == "stopped: told to stop by SIGTERM"
 
 
 def test_sigterm_means_checkpoint_and_leave_however_often_it_comes(start, tmp_path):
     stage = Stage(tmp_path, tiny_spec(tmp_path))
     process = start(stage)
-    process.wait_for(lambda: process.progress()["step"] >= 5)
+    process.wait_for(lambda: process.progress().step >= 5)
     # A closed terminal and whoever signals the whole group reach us beside the agent.
     for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
         process.child.send_signal(each)
     assert process.child.wait(60) == 0
-    assert checkpoint.load(stage.mailbox.checkpoint).clock == process.progress()["step"] >= 5
+    assert checkpoint.load(stage.mailbox.checkpoint).clock == process.progress().step >= 5
 
 
 def test_a_paced_trainer_answers_mail_and_leaves_between_two_steps(start, tmp_path):
@@ -167,10 +165,10 @@ def test_a_paced_trainer_answers_mail_and_leaves_between_two_steps(start, tmp_pa
     paced = RunSpec.model_validate({**calm, "chaos": {"step_seconds": 1000.0}})
     stage = Stage(tmp_path, paced)
     process = start(stage)
-    process.wait_for(lambda: process.progress()["step"] >= 1)
+    process.wait_for(lambda: process.progress().step >= 1)
     stage.tell({0: 0})
     process.ring()
     process.wait_for(lambda: stage.mailbox.frame(0) is not None)
     assert stage.frame(0).header.clock == 1
     process.child.send_signal(signal.SIGTERM)
-    assert process.child.wait(60) == 0 and process.progress()["step"] == 1
+    assert process.child.wait(60) == 0 and process.progress().step == 1

@@ -17,13 +17,13 @@ from diloco_cli.worker.engines.jax_engine import (
     fetch,
     fragment_vector,
     inner_optimizer,
-    limit_cores,
     make_step,
     place,
     replace_fragment,
     use_compile_cache,
 )
 from diloco_cli.worker.engines.optimizers import optimizers, schedules
+from diloco_cli.worker.trainer.task import limit_cores
 
 use_compile_cache()
 

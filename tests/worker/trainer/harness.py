@@ -11,7 +11,7 @@ import numpy as np
 
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.fragments import cut, gather
-from diloco_cli.models.decoder import models
+from diloco_cli.models import models
 from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.wakeup import Wakeup
@@ -135,20 +135,20 @@ def until(trainer: Any, happened: Callable[[], bool], seconds: float = 30.0) -> 
 
 def posted(trainer: Any, number: int) -> bool:
     """Says whether the fragment's frame is durable and the trainer knows it."""
-    flight = trainer.own.books[number].flight
+    flight = trainer.weights.books[number].flight
     return flight is not None and flight.digest != ""
 
 
 def honest(trainer: Any) -> bool:
     """Says whether every trained token has a fate."""
-    return all(abs(unmerged_work.account(book)) < 1e-6 for book in trainer.own.books)
+    return all(abs(unmerged_work.account(book)) < 1e-6 for book in trainer.weights.books)
 
 
 def local(trainer: Any, number: int) -> np.ndarray:
     """The fragment's weights on the device."""
     from diloco_cli.worker.engines.jax_engine import fetch
 
-    return gather(fetch(trainer.own.params), trainer.task.layout.fragments[number])
+    return gather(fetch(trainer.weights.engine.params), trainer.task.layout.fragments[number])
 
 
 def steps(trainer: Any, count: int) -> None:
@@ -166,11 +166,11 @@ def post(stage: Stage, trainer: Any, number: int) -> None:
 
 def again(stage: Stage, trainer: Any) -> Any:
     """Another trainer on the same folder, as after a crash."""
-    trainer.desk.close()
+    trainer.close()
     return stage.trainer(trainer.task)
 
 
 def save(trainer: Any) -> None:
     from diloco_cli.worker.trainer import checkpoint
 
-    checkpoint.save(trainer.mailbox.checkpoint, trainer.own.checkpoint())
+    checkpoint.save(trainer.mailbox.checkpoint, trainer.weights.checkpoint())

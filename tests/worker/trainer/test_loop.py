@@ -18,7 +18,7 @@ from diloco_cli.server.intake.examine import examine
 from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import open_frame, seal
 from diloco_cli.worker.mailbox import FolderOwner
-from diloco_cli.worker.trainer.pacing import tempo_of
+from diloco_cli.worker.trainer.pacing import pacing_of
 from tests.worker.trainer.harness import Stage, again, honest, local, post, posted, steps, until
 
 TOKENS = 2 * 16
@@ -37,7 +37,7 @@ def test_a_new_region_starts_from_the_published_weights(play):
     stage, trainer = play()
     for number in range(2):
         np.testing.assert_array_equal(local(trainer, number), stage.published[number])
-        assert trainer.own.books[number].version == 0
+        assert trainer.weights.books[number].version == 0
 
 
 def test_a_region_whose_disk_was_lost_starts_above_every_clock_the_server_has_seen(play):
@@ -59,13 +59,13 @@ def test_a_missing_image_is_named(play):
 def test_a_call_is_answered_with_all_that_is_held(play):
     stage, trainer = play()
     steps(trainer, 3)
-    held = trainer.own.held(1)
+    held = trainer.weights.held(1)
     post(stage, trainer, 1)
     frame = stage.frame(1)
     assert (frame.header.tokens, frame.header.steps, frame.header.base) == (3 * TOKENS, 3, 0)
     assert frame.header.totals["trained"] == 3 * TOKENS
-    assert frame.header.cursor == trainer.own.cursor
-    assert frame.header.clock == trainer.own.clock == 3
+    assert frame.header.cursor == trainer.weights.cursor
+    assert frame.header.clock == trainer.weights.clock == 3
     # Four bits to a number: the error is below a seventh of the largest in a block.
     assert np.max(np.abs(frame.values() - held)) < np.max(np.abs(held)) / 7
 
@@ -95,8 +95,10 @@ def test_training_goes_on_while_a_frame_is_written(play):
     trainer.wakeup.wake()
     steps(trainer, 2)  # Whether or not the frame is written by now.
     until(trainer, lambda: posted(trainer, 0))
-    assert trainer.own.books[0].held.steps == 4
-    assert stage.frame(0).header.steps == 2 and trainer.own.books[0].fresh == Work(2 * TOKENS, 2)
+    assert trainer.weights.books[0].held.steps == 4
+    assert stage.frame(0).header.steps == 2 and trainer.weights.books[0].fresh == Work(
+        2 * TOKENS, 2
+    )
 
 
 # Adopting
@@ -116,10 +118,10 @@ def test_what_was_trained_less_what_was_merged_is_what_is_held(play, adopt):
         number = turn % 2
         post(stage, trainer, number)
         merged, version = stage.merge(number), stage.versions[number]
-        until(trainer, lambda n=number, v=version: trainer.own.books[n].version == v)
+        until(trainer, lambda n=number, v=version: trainer.weights.books[n].version == v)
         sums[number] = alpha * (sums[number] - merged)
     for n in range(2):
-        np.testing.assert_allclose(trainer.own.held(n), sums[n], atol=1e-6)
+        np.testing.assert_allclose(trainer.weights.held(n), sums[n], atol=1e-6)
         np.testing.assert_allclose(local(trainer, n), stage.published[n] - sums[n], atol=1e-6)
     assert honest(trainer)
 
@@ -128,32 +130,32 @@ def test_a_version_without_our_frame_leaves_it_in_flight_and_keeps_the_work(play
     stage, trainer = play()
     steps(trainer, 2)
     post(stage, trainer, 0)
-    held = trainer.own.held(0)
+    held = trainer.weights.held(0)
     stage.move_on(0)
-    until(trainer, lambda: trainer.own.books[0].version == 1)
+    until(trainer, lambda: trainer.weights.books[0].version == 1)
     assert posted(trainer, 0)
-    np.testing.assert_allclose(trainer.own.held(0), held, atol=1e-6)
+    np.testing.assert_allclose(trainer.weights.held(0), held, atol=1e-6)
     np.testing.assert_allclose(local(trainer, 0), stage.published[0] - held, atol=1e-6)
 
 
 def test_a_mended_image_moves_the_anchor_and_keeps_the_work(play):
     stage, trainer = play()
     steps(trainer, 2)
-    held = trainer.own.held(0)
+    held = trainer.weights.held(0)
     stage.published[0] = stage.published[0] + np.float32(0.25)
     stage.publish(0)
-    until(trainer, lambda: np.array_equal(trainer.own.anchors[0], stage.published[0]))
-    np.testing.assert_allclose(trainer.own.held(0), held, atol=1e-6)
-    assert trainer.own.books[0].version == 0 and honest(trainer)
+    until(trainer, lambda: np.array_equal(trainer.weights.anchors[0], stage.published[0]))
+    np.testing.assert_allclose(trainer.weights.held(0), held, atol=1e-6)
+    assert trainer.weights.books[0].version == 0 and honest(trainer)
 
 
 def test_adopting_keeps_the_inner_optimiser(play):
     stage, trainer = play()
     steps(trainer, 2)
-    before = optimizer(trainer.own.state)
+    before = optimizer(trainer.weights.engine.state)
     stage.move_on(0)
-    until(trainer, lambda: trainer.own.books[0].version == 1)
-    after = optimizer(trainer.own.state)
+    until(trainer, lambda: trainer.weights.books[0].version == 1)
+    after = optimizer(trainer.weights.engine.state)
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
@@ -162,7 +164,7 @@ def test_under_replace_an_open_call_is_answered_before_the_work_is_dropped(play)
     steps(trainer, 2)
     stage.move_on(0)
     stage.tell({0: 1})
-    until(trainer, lambda: trainer.own.books[0].version == 1 and posted(trainer, 0))
+    until(trainer, lambda: trainer.weights.books[0].version == 1 and posted(trainer, 0))
     assert stage.frame(0).header.base == 0 and stage.frame(0).header.steps == 2
     np.testing.assert_array_equal(local(trainer, 0), stage.published[0])
 
@@ -172,8 +174,8 @@ def test_a_stranger_who_contributed_for_this_region_costs_the_unmerged_work(play
     steps(trainer, 2)
     post(stage, trainer, 0)
     stage.merge(0, by="f" * 64)
-    until(trainer, lambda: trainer.own.books[0].version == 1)
-    book = trainer.own.books[0]
+    until(trainer, lambda: trainer.weights.books[0].version == 1)
+    book = trainer.weights.books[0]
     assert book.flight is None and book.held == Work() and book.prev == "f" * 64
     assert book.totals.discarded == 2 * TOKENS and honest(trainer)
     np.testing.assert_array_equal(local(trainer, 0), stage.published[0])
@@ -188,7 +190,7 @@ def test_a_returned_frame_leaves_the_work_to_be_sent_again_under_a_new_name(play
     post(stage, trainer, 0)
     first = stage.frame(0)
     stage.decide(0, "returned", "the server could not read it")
-    until(trainer, lambda: trainer.own.books[0].flight is None)
+    until(trainer, lambda: trainer.weights.books[0].flight is None)
     post(stage, trainer, 0)
     second = stage.frame(0)
     assert second.header.clock > first.header.clock and second.header.steps == 2
@@ -200,8 +202,8 @@ def test_a_refused_frame_takes_its_work_along(play):
     post(stage, trainer, 0)
     steps(trainer, 1)
     stage.decide(0, "refused", "its norm is 9, the usual one here is 0.1")
-    until(trainer, lambda: trainer.own.books[0].flight is None)
-    totals = trainer.own.books[0].totals
+    until(trainer, lambda: trainer.weights.books[0].flight is None)
+    totals = trainer.weights.books[0].totals
     assert (totals.refused, totals.discarded) == (2 * TOKENS, TOKENS) and honest(trainer)
     np.testing.assert_array_equal(local(trainer, 0), stage.published[0])
 
@@ -230,8 +232,8 @@ def test_after_a_frame_that_was_not_finite_the_optimiser_starts_again_but_not_it
     steps(trainer, 2)
     post(stage, trainer, 0)
     stage.decide(0, "refused", refused(stage, how))
-    until(trainer, lambda: trainer.own.books[0].flight is None)
-    state = optimizer(trainer.own.state)
+    until(trainer, lambda: trainer.weights.books[0].flight is None)
+    state = optimizer(trainer.weights.engine.state)
     assert {int(v) for v in state.values() if v.ndim == 0} == {2}
     assert all(not v.any() for v in state.values() if v.ndim > 0)
 
@@ -239,14 +241,14 @@ def test_after_a_frame_that_was_not_finite_the_optimiser_starts_again_but_not_it
 def test_weights_that_are_not_finite_are_never_posted(play):
     stage, trainer = play()
     steps(trainer, 2)
-    poisoned = {name: values * np.nan for name, values in trainer.own.params.items()}
-    trainer.own.params = poisoned
+    poisoned = {name: values * np.nan for name, values in trainer.weights.engine.params.items()}
+    trainer.weights.engine.params = poisoned
     stage.tell({0: 0})
-    until(trainer, lambda: trainer.own.books[0].totals.refused > 0)
+    until(trainer, lambda: trainer.weights.books[0].totals.refused > 0)
     assert stage.mailbox.frame(0) is None and trainer.drafts == [None, None]
     for number in range(2):
         np.testing.assert_array_equal(local(trainer, number), stage.published[number])
-        assert trainer.own.books[number].totals.refused == 2 * TOKENS
+        assert trainer.weights.books[number].totals.refused == 2 * TOKENS
     assert honest(trainer)
     notes = [
         e.fields["why"] for e in read_events(stage.folder / "events.jsonl") if e.kind == "note"
@@ -260,10 +262,10 @@ def test_the_tensor_that_cannot_be_sent_is_named(play):
     steps(trainer, 2)
     fragment = trainer.task.layout.fragments[0]
     piece = fragment.pieces[-1]
-    whole = trainer.own.params[piece.tensor].at[piece.start].set(np.inf)
-    trainer.own.params = {**trainer.own.params, piece.tensor: whole}
+    whole = trainer.weights.engine.params[piece.tensor].at[piece.start].set(np.inf)
+    trainer.weights.engine.params = {**trainer.weights.engine.params, piece.tensor: whole}
     stage.tell({0: 0})
-    until(trainer, lambda: trainer.own.books[0].totals.refused > 0)
+    until(trainer, lambda: trainer.weights.books[0].totals.refused > 0)
     notes = [
         e.fields["why"] for e in read_events(stage.folder / "events.jsonl") if e.kind == "note"
     ]
@@ -278,8 +280,8 @@ def test_a_sound_frame_in_flight_survives_what_went_bad_after_it(play):
     steps(trainer, 1)
     trainer.give_up("a test", {0, 1})
     merged = stage.merge(0)
-    until(trainer, lambda: trainer.own.books[0].version == 1)
-    totals = trainer.own.books[0].totals
+    until(trainer, lambda: trainer.weights.books[0].version == 1)
+    totals = trainer.weights.books[0].totals
     assert (totals.applied, totals.discarded) == (2 * TOKENS, TOKENS) and honest(trainer)
     assert merged.any()
     np.testing.assert_array_equal(local(trainer, 0), stage.published[0])
@@ -297,7 +299,7 @@ def test_a_full_disk_delays_a_post_and_loses_nothing(play, monkeypatch):
             raise OSError(28, "No space left on device")
         real(fragment, frame)
 
-    monkeypatch.setattr(trainer.desk.mailbox, "post", full)
+    monkeypatch.setattr(trainer.mail.mailbox, "post", full)
     post(stage, trainer, 0)
     assert len(tries) == 3 and stage.frame(0).header.steps == 2 and honest(trainer)
 
@@ -311,12 +313,12 @@ def test_work_given_up_while_the_disk_was_full_is_not_posted_afterwards(play, mo
         tries.append(fragment)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer.desk.mailbox, "post", full)
+    monkeypatch.setattr(trainer.mail.mailbox, "post", full)
     stage.tell({0: 0})
     until(trainer, lambda: bool(tries))
     trainer.give_up("a test", {0, 1})
-    assert trainer.drafts == [None, None] and trainer.own.books[0].flight is None
-    assert trainer.own.books[0].totals.refused == 2 * TOKENS and honest(trainer)
+    assert trainer.drafts == [None, None] and trainer.weights.books[0].flight is None
+    assert trainer.weights.books[0].totals.refused == 2 * TOKENS and honest(trainer)
 
 
 # Waiting and ending
@@ -328,7 +330,7 @@ def test_with_overlap_0_no_step_is_made_until_a_newer_version_is_there(play):
     post(stage, trainer, 1)
     assert trainer._waits_for() == "waiting for fragment 1 (overlap 0)"
     stage.move_on(1)  # Whoever is in it.
-    until(trainer, lambda: trainer.own.books[1].version == 1)
+    until(trainer, lambda: trainer.weights.books[1].version == 1)
     assert trainer._waits_for() == ""
 
 
@@ -341,11 +343,11 @@ def test_after_the_end_everything_is_sent_and_then_reported_drained(play):
     for number in range(2):
         stage.merge(number)
     stage.tell(end=True)
-    until(trainer, lambda: [book.version for book in trainer.own.books] == [1, 1])
+    until(trainer, lambda: [book.version for book in trainer.weights.books] == [1, 1])
     trainer._wait(trainer._waits_for())
     progress = stage.mailbox.progress()
-    assert progress and progress["drained"] and not progress["training"]
-    assert progress["tokens"]["applied"] == [3 * TOKENS] * 2
+    assert progress and progress.drained and not progress.training
+    assert progress.tokens.applied == (3 * TOKENS,) * 2
 
 
 def test_crumbs_below_one_step_do_not_hold_the_end_up(play):
@@ -353,7 +355,7 @@ def test_crumbs_below_one_step_do_not_hold_the_end_up(play):
     steps(trainer, 1)
     stage.move_on(0)
     stage.move_on(1)
-    until(trainer, lambda: [book.version for book in trainer.own.books] == [1, 1])
+    until(trainer, lambda: [book.version for book in trainer.weights.books] == [1, 1])
     stage.tell(end=True)
     until(trainer, trainer._is_drained)
     assert honest(trainer)
@@ -367,10 +369,9 @@ def test_a_finished_run_is_measured_and_left_with_every_token_accounted_for(play
     trainer.wakeup.wake()
     assert trainer.run() == 0
     progress = stage.mailbox.progress()
-    assert progress and progress["heldout"]["versions"] == [1, 0]
-    assert 0 < progress["heldout"]["loss"] < 20
-    tokens = progress["tokens"]
-    assert tokens["trained"] == tokens["discarded"] == [2 * TOKENS] * 2
+    assert progress and progress.heldout and progress.heldout.versions == (1, 0)
+    assert 0 < progress.heldout.loss < 20
+    assert progress.tokens.trained == progress.tokens.discarded == (2 * TOKENS,) * 2
 
 
 def test_the_final_weights_are_waited_for(play):
@@ -388,10 +389,10 @@ def test_held_out_loss_is_of_the_published_weights_not_of_ours(play):
     _, trainer = play()
     steps(trainer, 1)
     trainer.evaluate()
-    first = trainer.reporter.heldout["loss"]
+    first = trainer.evaluation.newest.loss
     steps(trainer, 5)
     trainer.evaluate()
-    assert trainer.reporter.heldout["loss"] == first
+    assert trainer.evaluation.newest.loss == first
 
 
 def test_a_held_out_loss_that_is_no_number_is_not_reported_and_not_measured_again(
@@ -404,8 +405,8 @@ def test_a_held_out_loss_that_is_no_number_is_not_reported_and_not_measured_agai
         lambda weights: {name: values * np.nan for name, values in weights.items()},
     )
     trainer.evaluate()
-    assert (stage.mailbox.progress() or {})["heldout"] is None
-    assert not trainer.reporter.evaluation_is_due(trainer.own)
+    assert stage.mailbox.progress().heldout is None
+    assert not trainer.evaluation.is_due(trainer.weights.versions)
 
 
 def test_a_region_told_to_be_slow_rests_between_its_steps(play):
@@ -414,10 +415,10 @@ def test_a_region_told_to_be_slow_rests_between_its_steps(play):
     slow = spec.model_copy(
         update={"regions": (spec.regions[0].model_copy(update={"speed": 0.25}),)}
     )
-    trainer.tempo = tempo_of(replace(trainer.task, spec=slow), stage.mailbox)
+    trainer.pacing = pacing_of(replace(trainer.task, spec=slow), stage.mailbox)
     steps(trainer, 2)
     began = time.monotonic()
     trainer.inner_step()
     busy = time.monotonic() - began
-    rest = trainer.tempo.due - time.monotonic()
+    rest = trainer.pacing.due - time.monotonic()
     assert 2 * busy < rest + busy < 4.5 * busy + 0.01

@@ -20,10 +20,10 @@ def test_without_a_checkpoint_the_outbox_speaks(play):
     post(stage, trainer, 0)
     frame = stage.frame(0)
     revived = again(stage, trainer)
-    np.testing.assert_allclose(revived.own.held(0), frame.values(), atol=1e-6)
-    assert revived.own.books[0].flight.digest == frame.digest
-    assert revived.own.clock == 3 and revived.own.cursor == frame.header.cursor
-    assert revived.own.books[1].held == Work()  # Never posted, never saved: never counted.
+    np.testing.assert_allclose(revived.weights.held(0), frame.values(), atol=1e-6)
+    assert revived.weights.books[0].flight.digest == frame.digest
+    assert revived.weights.clock == 3 and revived.weights.cursor == frame.header.cursor
+    assert revived.weights.books[1].held == Work()  # Never posted, never saved: never counted.
     assert honest(revived)
 
 
@@ -33,11 +33,11 @@ def test_a_frame_newer_than_the_checkpoint_beats_it(play):
     save(trainer)
     steps(trainer, 2)
     post(stage, trainer, 0)
-    held = trainer.own.held(1)
+    held = trainer.weights.held(1)
     revived = again(stage, trainer)
-    assert revived.own.books[0].held.steps == 4 and revived.own.books[1].held.steps == 2
-    assert not np.array_equal(revived.own.held(1), held)
-    assert revived.own.cursor == stage.frame(0).header.cursor
+    assert revived.weights.books[0].held.steps == 4 and revived.weights.books[1].held.steps == 2
+    assert not np.array_equal(revived.weights.held(1), held)
+    assert revived.weights.cursor == stage.frame(0).header.cursor
     assert honest(revived)
 
 
@@ -49,7 +49,7 @@ def test_a_frame_merged_while_the_trainer_was_down_leaves_held(play):
     post(stage, trainer, 0)
     stage.merge(0)
     revived = again(stage, trainer)
-    book = revived.own.books[0]
+    book = revived.weights.books[0]
     assert book.held == Work() and book.flight is None and book.totals.applied == 4 * TOKENS
     np.testing.assert_allclose(local(revived, 0), stage.published[0], atol=1e-6)
     assert honest(revived)
@@ -60,23 +60,23 @@ def test_a_checkpoint_that_knows_the_frame_keeps_what_came_after_it(play):
     steps(trainer, 2)
     post(stage, trainer, 0)
     steps(trainer, 2)
-    held = trainer.own.held(0)
+    held = trainer.weights.held(0)
     save(trainer)
     frame = stage.frame(0)
     stage.merge(0)
     revived = again(stage, trainer)
-    assert revived.own.books[0].held == Work(2 * TOKENS, 2)
-    np.testing.assert_allclose(revived.own.held(0), held - frame.values(), atol=1e-6)
+    assert revived.weights.books[0].held == Work(2 * TOKENS, 2)
+    np.testing.assert_allclose(revived.weights.held(0), held - frame.values(), atol=1e-6)
     assert honest(revived)
 
 
 def test_a_post_that_never_became_durable_is_work_still_held(play):
     stage, trainer = play()
     steps(trainer, 2)
-    trainer.own.post(0)  # Booked, but the process dies before the frame is written.
+    trainer.weights.post(0)  # Booked, but the process dies before the frame is written.
     save(trainer)
     revived = again(stage, trainer)
-    book = revived.own.books[0]
+    book = revived.weights.books[0]
     assert book.flight is None and book.held.steps == 2 and honest(revived)
     post(stage, revived, 0)
     assert stage.frame(0).header.clock > 2
@@ -87,12 +87,12 @@ def test_a_settled_frame_is_not_taken_for_one_in_flight(play):
     steps(trainer, 2)
     post(stage, trainer, 0)
     stage.merge(0)
-    until(trainer, lambda: trainer.own.books[0].version == 1)
+    until(trainer, lambda: trainer.weights.books[0].version == 1)
     steps(trainer, 1)
     save(trainer)
     revived = again(stage, trainer)
-    assert revived.own.books[0].flight is None
-    assert revived.own.books[0].held == Work(TOKENS, 1) and honest(revived)
+    assert revived.weights.books[0].flight is None
+    assert revived.weights.books[0].held == Work(TOKENS, 1) and honest(revived)
 
 
 def test_a_restart_goes_on_as_if_nothing_had_been(play):
@@ -100,8 +100,8 @@ def test_a_restart_goes_on_as_if_nothing_had_been(play):
     steps(trainer, 3)
     save(trainer)
     revived = again(stage, trainer)
-    assert revived.own.books == trainer.own.books
-    loss, wanted = revived.own.train(), trainer.own.train()
+    assert revived.weights.books == trainer.weights.books
+    loss, wanted = revived.weights.train(), trainer.weights.train()
     assert float(loss) == float(wanted)
     for number in range(2):
         np.testing.assert_array_equal(local(revived, number), local(trainer, number))
@@ -110,19 +110,19 @@ def test_a_restart_goes_on_as_if_nothing_had_been(play):
 def test_an_image_mended_while_the_trainer_was_down_is_no_work(play):
     stage, trainer = play()
     steps(trainer, 2)
-    held = trainer.own.held(0)
+    held = trainer.weights.held(0)
     save(trainer)
     stage.published[0] = stage.published[0] + np.float32(0.25)
     stage.publish(0)
     revived = again(stage, trainer)
-    np.testing.assert_allclose(revived.own.held(0), held, atol=1e-6)
+    np.testing.assert_allclose(revived.weights.held(0), held, atol=1e-6)
     np.testing.assert_allclose(local(revived, 0), stage.published[0] - held, atol=1e-6)
 
 
 def test_a_server_older_than_the_checkpoint_is_refused(play):
     stage, trainer = play()
     stage.move_on(0)
-    until(trainer, lambda: trainer.own.books[0].version == 1)
+    until(trainer, lambda: trainer.weights.books[0].version == 1)
     save(trainer)
     stage.versions[0] = 0
     stage.publish(0)
@@ -155,15 +155,15 @@ def test_a_folder_under_a_new_name_begins_its_books_with_what_it_still_holds(pla
     steps(trainer, 2)
     post(stage, trainer, 0)
     stage.merge(0)
-    until(trainer, lambda: trainer.own.books[0].totals.applied > 0)
+    until(trainer, lambda: trainer.weights.books[0].totals.applied > 0)
     steps(trainer, 3)
     save(trainer)
-    before = trainer.own.books
+    before = trainer.weights.books
     assert before[0].totals.applied == 2 * TOKENS and before[1].pending == 5 * TOKENS
     identity = stage.mailbox.identity()
     stage.mailbox.write_identity(FolderOwner("another name", 1, identity.run))
     revived = again(stage, trainer)
-    for old, new in zip(before, revived.own.books, strict=True):
+    for old, new in zip(before, revived.weights.books, strict=True):
         assert new.pending == old.pending
         assert new.totals == Totals(trained=old.pending), "the old account has the rest"
     assert honest(revived)
@@ -171,5 +171,5 @@ def test_a_folder_under_a_new_name_begins_its_books_with_what_it_still_holds(pla
     assert checkpoint.load(stage.mailbox.checkpoint).meta["owner"] == "another name"
     steps(revived, 1)
     save(revived)
-    trained = [book.totals.trained for book in revived.own.books]
+    trained = [book.totals.trained for book in revived.weights.books]
     assert [book.totals.trained for book in again(stage, revived).own.books] == trained

@@ -2,8 +2,8 @@
 
 import pytest
 
-from diloco_cli.worker.trainer.meter import SUSTAINED, TrainingAverages
-from diloco_cli.worker.trainer.saving import LONGEST, SHORTEST, interval
+from diloco_cli.worker.trainer.checkpoint import LONGEST, SHORTEST, interval
+from diloco_cli.worker.trainer.progress import SUSTAINED, TrainingAverages
 
 
 def steps(meter: TrainingAverages, count: int, seconds: float, *, now: float = 0.0) -> float:
