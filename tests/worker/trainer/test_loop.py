@@ -43,7 +43,7 @@ def test_a_new_region_starts_from_the_published_weights(play):
 def test_a_region_whose_disk_was_lost_starts_above_every_clock_the_server_has_seen(play):
     stage, trainer = play()
     stage.mailbox.write_identity(FolderOwner("other", 1, "run-1", high=77))
-    assert again(stage, trainer).own.clock == 77
+    assert again(stage, trainer).weights.clock == 77
 
 
 def test_a_missing_image_is_named(play):
@@ -400,10 +400,7 @@ def test_a_held_out_loss_that_is_no_number_is_not_reported_and_not_measured_agai
 ):
     stage, trainer = play()
     steps(trainer, 1)
-    monkeypatch.setattr(
-        "diloco_cli.worker.trainer.progress.place",
-        lambda weights: {name: values * np.nan for name, values in weights.items()},
-    )
+    monkeypatch.setattr(trainer.weights.engine, "evaluate", lambda *given: float("nan"))
     trainer.evaluate()
     assert stage.mailbox.progress().heldout is None
     assert not trainer.evaluation.is_due(trainer.weights.versions)

@@ -172,4 +172,4 @@ def test_a_folder_under_a_new_name_begins_its_books_with_what_it_still_holds(pla
     steps(revived, 1)
     save(revived)
     trained = [book.totals.trained for book in revived.weights.books]
-    assert [book.totals.trained for book in again(stage, revived).own.books] == trained
+    assert [book.totals.trained for book in again(stage, revived).weights.books] == trained
