@@ -21,6 +21,7 @@
     sim/         A run on a virtual clock, decided by the live core
     spec/        The run spec
     system/      What we need of the operating system
+    validation.py  pydantic's errors in our words
     wire/        Arrays become bytes and back
     worker/      One region
 """

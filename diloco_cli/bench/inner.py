@@ -30,7 +30,6 @@ from diloco_cli.errors import RunFailed
 from diloco_cli.launch.cores import my_cores
 from diloco_cli.launch.roles import serve_role, work_role
 from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
-from diloco_cli.run.folder import address_of
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.worker.mailbox import Mailbox
@@ -190,9 +189,9 @@ def _worker(
         server = launcher.start(serve_role(spec_file, folder))
         started.append(server)
         _pin(server, server_cores)
-        _wait(lambda: address_of(folder).get("pid") == server.pid, server, "listen")
+        _wait(lambda: server.url() is not None, server, "listen")
         role = work_role(
-            spec_file, folder, REGION, url=address_of(folder)["url"], cores=sorted(region_core)
+            spec_file, folder, REGION, url=server.url() or "", cores=sorted(region_core)
         )
         worker = launcher.start(role)
         started.append(worker)

@@ -28,7 +28,6 @@ from diloco_cli.launch.roles import serve_role, work_role
 from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.observe.event_file import EVERYTHING, newest_id
 from diloco_cli.observe.events import Event, read_events
-from diloco_cli.run.folder import address_of
 from diloco_cli.run.scaffold import TEMPLATES
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
@@ -132,11 +131,10 @@ def _region(folder: Path, spec: RunSpec, say: Say) -> Iterator[RecoveringRegion]
     started = [server]
     try:
         deadline = time.monotonic() + START_SECONDS
-        while address_of(folder).get("pid") != server.pid:
+        while not (url := server.url()):
             if server.exit_code() is not None or time.monotonic() > deadline:
                 raise RunFailed(f"The server does not listen: {server.last_words()}")
             time.sleep(0.02)
-        url = address_of(folder)["url"]
         worker = launcher.start(work_role(spec_file, folder, name, url=url, cores=()))
         started.insert(0, worker)
         region = RecoveringRegion(folder, name, worker)

@@ -30,7 +30,6 @@ from diloco_cli.bench.wire import figure
 from diloco_cli.errors import RunFailed, SpecError
 from diloco_cli.launch.roles import serve_role
 from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
-from diloco_cli.run.folder import address_of
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 
@@ -209,7 +208,7 @@ def _stage(spec: RunSpec) -> Iterator[tuple[LocalProcess, list[Connection]]]:
         launcher = LocalLauncher(folder / "logs")
         server = launcher.start(serve_role(spec_file, folder))
         try:
-            url, pipes = _address(server, folder), []
+            url, pipes = _address(server), []
             for region in spec.regions:
                 ours, theirs = multiprocessing.Pipe()
                 regions.enter_context(child(be_region, theirs, spec_file, region.name, url))
@@ -223,13 +222,13 @@ def _stage(spec: RunSpec) -> Iterator[tuple[LocalProcess, list[Connection]]]:
             launcher.stop([server], grace=0.0)
 
 
-def _address(server: LocalProcess, folder: Path) -> str:
+def _address(server: LocalProcess) -> str:
     deadline = time.monotonic() + START_SECONDS
-    while address_of(folder).get("pid") != server.pid:
+    while not (url := server.url()):
         if server.exit_code() is not None or time.monotonic() > deadline:
             raise RunFailed(f"The server did not start: {server.last_words()}")
         time.sleep(0.02)
-    return address_of(folder)["url"]
+    return url
 
 
 def _rounds(server: LocalProcess, pipes: list[Connection], rounds: int) -> list[Spent]:

@@ -1,15 +1,18 @@
 """The command `diloco`: arguments in, text and exit codes out. Start with app.py.
 
-app.py          the `diloco` command: global options, and the one place where errors become …
-bench.py        `diloco bench`, loaded from diloco_cli.bench when it is needed
-certs.py        `diloco certs`: certificates and tokens for a run whose server others can reach
-chaos.py        `diloco chaos`: a real run on this machine, and everything that goes wrong …
-doctor.py       the command `diloco doctor`: is this host ready?
-plan.py         the command `diloco plan`: what a run needs and what to expect, before it …
-reference.py    the reference pages, written from the code: `python -m …
-run.py          commands that run things: run, serve, work, and the trainer that work starts
-simulate.py     the command `diloco simulate`: a run spec or a preset, on a virtual clock
-spec.py         commands for writing a run spec: init, validate, explain
-status.py       commands for a run that is under way, or over: status, stop, pull
-store.py        commands for the server's folder: is it what it says (replay), bring it …
+Each module has the commands about one thing, loads what they need when they run, and prints
+what they return; what they do is in `run/`, `plan/`, `sim/`, `chaos/` and `server/`.
+
+    app.py          global options, and the one place where errors become text and exit codes
+    bench.py        bench …: loaded from diloco_cli/bench when it is asked for
+    certs.py        certs init, issue, revoke, show
+    chaos.py        chaos
+    doctor.py       doctor
+    plan.py         plan
+    reference.py    no command: writes docs/reference from the code (`make docs`)
+    run.py          run, serve, work, and the trainer that work starts
+    simulate.py     simulate
+    spec.py         init, validate, explain
+    status.py       status, stop, pull
+    store.py        replay, restore
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -159,7 +159,7 @@ def show(folder: Folder = HERE, format: OutputFormat = Format.text) -> None:
         typer.echo(f"  {one['role']:<8}{one['name']}: {one['state']}, {until}")
 
 
-def _about(entry: TokenEntry) -> dict[str, Any]:
+def _about(entry: TokenEntry) -> dict[str, object]:
     return {
         "role": entry.role,
         "name": entry.name,

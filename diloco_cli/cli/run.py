@@ -286,7 +286,7 @@ def _server_of(asked: str | None, folder: Path) -> str:
     from diloco_cli.errors import SpecError
     from diloco_cli.run.folder import address_of
 
-    found = asked or address_of(folder).get("url")
+    found = asked or address_of(folder).url
     if not found:
         raise SpecError(
             "Where is the server? Neither --server nor DILOCO_SERVER says so, and "

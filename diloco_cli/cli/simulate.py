@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -146,7 +146,7 @@ def simulate(
     _print_json(_data(found)) if format is Format.json else _print_outcomes(found)
 
 
-def _refuse_options(preset: str, given: dict[str, Any]) -> None:
+def _refuse_options(preset: str, given: Mapping[str, object]) -> None:
     from diloco_cli.errors import SpecError
 
     if told := [name for name, value in given.items() if value]:
@@ -192,7 +192,7 @@ def _simulate(
 # A run
 
 
-def _columns() -> dict[str, Any]:
+def _columns() -> dict[str, Callable[[SimulatedCell], float]]:
     """Columns of the table: heading → value."""
     return {
         "goodput time %": lambda one: 100 * one.outcome.goodput_time,
@@ -212,7 +212,7 @@ def _columns() -> dict[str, Any]:
     }
 
 
-def _data(found: Sequence[SimulatedCell]) -> dict[str, Any]:
+def _data(found: Sequence[SimulatedCell]) -> dict[str, object]:
     columns = _columns()
     return {
         "columns": list(columns),
@@ -223,7 +223,7 @@ def _data(found: Sequence[SimulatedCell]) -> dict[str, Any]:
     }
 
 
-def _beside(one: SimulatedCell) -> dict[str, Any]:
+def _beside(one: SimulatedCell) -> dict[str, dict[str, float]]:
     """What one synchronous job makes of the same faults."""
     from diloco_cli.sim.synchronous import synchronous
 

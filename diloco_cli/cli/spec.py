@@ -95,7 +95,7 @@ def validate(
         _describe(loaded)
 
 
-def _whole(file: Path, error: Any) -> dict[str, Any]:
+def _whole(file: Path, error: Any) -> dict[str, object]:
     """Puts a problem with the file itself into the form the others have."""
     place = {"file": str(file), "line": None, "column": None, "key": ""}
     return {**place, "message": error.message, "hint": error.hint}
@@ -153,7 +153,7 @@ def _print_kind(kind: KindDescription) -> None:
             typer.echo(f"          {option.doc}")
 
 
-def _kind_data(kind: KindDescription) -> dict[str, Any]:
+def _kind_data(kind: KindDescription) -> dict[str, object]:
     from diloco_cli.spec.describe import REQUIRED
 
     options = [

@@ -201,7 +201,7 @@ def _asked_again(found: Target, asking: ShortCalls) -> Status | None:
     from diloco_cli.errors import LinkError, WireError
     from diloco_cli.run.folder import address_of
 
-    url = address_of(found.folder).get("url") if found.folder else None
+    url = address_of(found.folder).url if found.folder else None
     try:
         return asking.status(str(url or found.url))
     except (LinkError, WireError):

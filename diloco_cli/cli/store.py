@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -103,7 +103,7 @@ def _said(line: ReplayedFragment, base: int) -> str:
     return f"fragment {line.fragment}  version {line.version}  {line.digest[:12]}  equal ({again})"
 
 
-def _document(found: Replay) -> dict[str, Any]:
+def _document(found: Replay) -> dict[str, object]:
     return {
         "run": found.run,
         "record": found.record,

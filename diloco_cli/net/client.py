@@ -70,18 +70,16 @@ class Client:
         *,
         run: str = "",
         stop: threading.Event | None = None,
-        say: Callable[[str], None] | None = None,
     ) -> None:
         """Opens no connection yet. `run` is the run's id; `run()` learns it when left out.
 
-        When `stop` is set, no call waits for another try. `say` is told what is derived from
-        the first measurement of the link.
+        When `stop` is set, no call waits for another try.
         """
         self.timeouts = options.timeouts
         self._run_id = run
         self._run: Run | None = None
         self._control = Connection(url, options, options.control_backend, stop=stop)
-        self._transfer = Transfer(url, options, stop=stop, say=say)
+        self._transfer = Transfer(url, options, stop=stop)
         self.up, self.down = self._transfer.up, self._transfer.down
         """The throughput measured in each direction."""
         self.url = self._control.url

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_cli.errors import LinkError, SpecError, StoreError, WireError
 from diloco_cli.observe.status import Summary
@@ -56,9 +56,16 @@ def find(asked: str | None) -> Target:
     )
 
 
-def address_of(folder: Path) -> dict[str, Any]:
-    """Reads where the server of this folder listens; empty if it never did."""
-    return read_json(folder / "server" / "address.json")
+class ServerAddress(NamedTuple):
+    """Where the server of a folder listens, or listened last; empty if it never did."""
+
+    url: str | None
+    pid: int | None
+
+
+def address_of(folder: Path) -> ServerAddress:
+    address = read_json(folder / "server" / "address.json")
+    return ServerAddress(address.get("url"), address.get("pid"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -189,7 +196,7 @@ def cannot_write(path: Path, error: OSError) -> StoreError:
 def _in_folder(folder: Path) -> Target:
     if not _holds_a_run(folder):
         raise SpecError(f"{folder} holds no run.", hint=_known_runs())
-    return Target(address_of(folder).get("url"), folder)
+    return Target(address_of(folder).url, folder)
 
 
 def _holds_a_run(folder: Path) -> bool:

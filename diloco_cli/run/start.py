@@ -166,12 +166,12 @@ def is_finished(folder: Path) -> bool:
 
 def _exit_code_at_start(child: subprocess.Popen[bytes], folder: Path) -> int | None:
     """Waits until the server listens; returns the exit code if the run ended before that."""
-    before = address_of(folder).get("pid")
+    before = address_of(folder).pid
     deadline = time.monotonic() + DETACHED_SECONDS
     while time.monotonic() < deadline:
         if (code := child.poll()) is not None:
             return code
-        if address_of(folder).get("pid", before) != before:
+        if address_of(folder).pid not in (None, before):
             return None
         time.sleep(0.1)
     return None

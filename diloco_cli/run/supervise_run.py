@@ -15,10 +15,10 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from diloco_cli.errors import (
     DilocoError,
@@ -423,7 +423,7 @@ def error_like(code: int, who: str, words: LastWords) -> DilocoError:
     return kind(f"{who}: {message}" if who else message, hint=words.hint)
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: Mapping[str, object]) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(document, indent=2) + "\n")
     os.replace(draft, path)

@@ -69,7 +69,7 @@ class SpecErrors(SpecError):
             lines += [f"    hint: {problem.hint}"] if problem.hint else []
         super().__init__("\n".join(lines))
 
-    def as_data(self) -> list[dict[str, Any]]:
+    def as_data(self) -> list[dict[str, object]]:
         return [asdict(problem) for problem in self.problems]
 
 

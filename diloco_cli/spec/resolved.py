@@ -7,7 +7,7 @@ that differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flat(inner, f"{path}.{key}" if path else str(key))
 
 
-def _shown(values: dict[str, Any], key: str) -> str:
+def _shown(values: Mapping[str, object], key: str) -> str:
     return repr(values[key]) if key in values else "absent"
 
 

@@ -56,7 +56,7 @@ class Run:
 
     def status(self) -> Status | None:
         try:
-            return self._asking.status(address_of(self.folder)["url"])
+            return self._asking.status(address_of(self.folder).url or "")
         except (LinkError, KeyError):
             return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import statistics
 import threading
@@ -54,9 +55,9 @@ class Bench:
         self.data = running.frame(self.run, seed=running.clock)
         self.clock = running.clock
 
-    def client(self, url: str | None = None, say: Any = None, **changes: Any) -> Client:
+    def client(self, url: str | None = None, **changes: Any) -> Client:
         options = Options(**{"part_bytes": PART, **self.options, **changes})
-        client = Client(url or self.running.url, options, run=self.run, say=say)
+        client = Client(url or self.running.url, options, run=self.run)
         client.run()
         return client
 
@@ -277,14 +278,15 @@ def test_an_upload_keeps_to_its_rate_limit(running, backend):
         assert time.monotonic() - began > 0.9 * len(bench.data) * 8 / 20e6
 
 
-def test_a_link_that_falls_silent_is_given_up_after_a_time_that_follows_from_its_rate(running):
+def test_a_link_that_falls_silent_is_given_up_after_a_time_that_follows_from_its_rate(
+    running, caplog
+):
+    caplog.set_level(logging.INFO)
     bench = Bench(running)
-    said: list[str] = []
     with linked(running, "100Mbit/2ms") as proxy:
         options: dict[str, Any] = {
             "timeouts": Timeouts(answer=0.3),
             "retry": Retry(tries=1),
-            "say": said.append,
         }
         with bench.client(proxy.url, **options) as client:
             done: list[Any] = []
@@ -296,7 +298,7 @@ def test_a_link_that_falls_silent_is_given_up_after_a_time_that_follows_from_its
             thread.join(60)
             assert isinstance(done[0], LinkError)
             assert time.monotonic() - began < 20
-        assert any("given up after" in line for line in said)
+        assert any("given up after" in line for line in caplog.messages)
 
 
 def test_the_end_of_an_answer_never_waits_for_an_acknowledgement():

@@ -49,7 +49,6 @@ class Transfer:
         options: Options,
         *,
         stop: threading.Event | None = None,
-        say: Callable[[str], None] | None = None,
     ) -> None:
         throttle = Throttle(options.rate_limit) if options.rate_limit else None
         self._connect = partial(
@@ -62,8 +61,8 @@ class Transfer:
         )
         self._lanes = [self._connect()]
         self._lanes_lock = threading.Lock()
-        self.up = Throughput("uploads", options, say=say)
-        self.down = Throughput("downloads", options, say=say)
+        self.up = Throughput("uploads", options)
+        self.down = Throughput("downloads", options)
         self._download: Download | None = None
         self._buffer = bytearray(1)
 

@@ -12,12 +12,15 @@ time a connection lives. Where nothing is known yet, parts start small and grow.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable
 
 from diloco_cli.net.options import Options
+
+log = logging.getLogger(__name__)
 
 LEAST_PART_BYTES = 256_000
 """Below this a request costs more than it carries."""
@@ -56,7 +59,6 @@ class Throughput:
         name: str,
         options: Options,
         *,
-        say: Callable[[str], None] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`say` is told the first measurement and what follows from it."""
@@ -69,7 +71,7 @@ class Throughput:
         self._lifetime = math.inf
         self._since: float | None = None
         self._round_trip = math.inf
-        self._say, self._now = say, now
+        self._now = now
         self._lock = threading.Lock()
 
     @property
@@ -109,8 +111,8 @@ class Throughput:
             self._grown = max(self._grown, GROWTH * size)
             if self._since is None:
                 self._since = self._now()
-        if first and self._say:
-            self._say(f"{self.name}: {self}")
+        if first:
+            log.info(f"{self.name}: {self}")
 
     def broke(self, *, slow: bool = False) -> None:
         """Takes note of a body that did not arrive; `slow`: because its time was over."""

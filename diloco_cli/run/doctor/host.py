@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from diloco_cli.observe.units import bytes_
 from diloco_cli.plan.plan import Plan
@@ -174,7 +174,7 @@ def _port(listen: str) -> Check:
     return Check("port", "ok", f"{listen} is free")
 
 
-def summary(checks: list[Check]) -> dict[str, Any]:
+def summary(checks: list[Check]) -> dict[str, object]:
     return {
         "ok": all(check.state != "fail" for check in checks),
         "checks": [check.as_data() for check in checks],

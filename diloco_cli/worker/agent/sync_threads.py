@@ -195,7 +195,7 @@ class SyncThreads:
                 # A heartbeat that hangs must not cost the lease that it is there to renew.
                 soon = Timeouts(answer=min(Timeouts.answer, self.news.lease_seconds / 3))
                 options = replace(options, timeouts=soon)
-            with self._connect(options, stop=self.closed, say=log.info) as client:
+            with self._connect(options, stop=self.closed) as client:
                 self._repeat(name, act, client)
         except Exception as error:  # A silent thread would be a region that starves.
             self._give_up(RunFailed(f"Unexpected {error!r} in the {name} thread."))

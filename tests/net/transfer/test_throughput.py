@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from diloco_cli.net.options import PART_BYTES, Options, Timeouts
@@ -129,13 +131,13 @@ def test_a_near_server_gets_few_connections(gauge, clock):
     assert gauge.lanes(10**9) == 2
 
 
-def test_what_is_derived_is_said_once(clock):
-    said: list[str] = []
-    gauge = Throughput("uploads", OPTIONS, now=clock, say=said.append)
+def test_what_is_derived_is_logged_once(clock, caplog):
+    caplog.set_level(logging.INFO)
+    gauge = Throughput("uploads", OPTIONS, now=clock)
     for _ in range(3):
         gauge.moved(1_000_000, 0.8)
-    assert len(said) == 1
-    assert said[0].startswith("uploads: 1.25 MB/s") and "given up after" in said[0]
+    (line,) = caplog.messages
+    assert line.startswith("uploads: 1.25 MB/s") and "given up after" in line
 
 
 def test_a_bucket_lets_pass_what_its_rate_allows(clock):

@@ -88,7 +88,7 @@ def _stage(
     launcher, started = LocalLauncher(folder / "logs"), []
     server = launcher.start(serve_role(spec_file, folder))
     try:
-        url, pipes = _address(server, folder), []
+        url, pipes = _address(server), []
         names = [region.name for region in spec.regions]
         for number in range(load.processes):
             ours, theirs = context.Pipe()
