@@ -95,8 +95,8 @@ class Median(KeepsColumns):
 @dataclass(frozen=True)
 class Clipped(KeepsMembers):
     """The weighted mean, with no member longer than `most` times the median member.
-    Against work that is too large, from a broken optimiser or a liar, while nobody has to
-    be refused. It does not help against a wrong direction of the usual length.
+    Against work that is too large, from a broken optimizer or a liar, without refusing
+    anyone. It does not help against a wrong direction of the usual length.
     """
 
     most: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.5

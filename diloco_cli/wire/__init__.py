@@ -1,12 +1,13 @@
-"""Arrays become bytes and back: codecs, frames, and the JSON messages beside them. Start with
-frame.py.
+"""Float32 vectors in, frames out, and back; and the JSON messages beside them.
 
-    buffers.py   large vectors whose memory is used again
-    chunks.py    chunks of a frame, each on its own, on as many cores as this process may use
-    codecs/      How many bits a number gets
-    digest.py    what a vector is called: a digest of every bit of it
-    frame.py     numbers in an envelope that describes and proves itself
+Start with frame.py. Which codec a frame uses is said in its header; zstd is in chunks.py.
+
+    frame.py     a frame: header, compressed chunks and the SHA-256 that is its identity
     header.py    what a frame says about itself: canonical JSON, checked field by field
-    kernels/     The compiled loops under the codecs
-    messages.py  what the two sides say to each other besides frames: routes, headers, JSON bodies
+    chunks.py    encode, compress and decode chunks, on as many cores as this process may use
+    codecs/      how many bits each value gets
+    kernels/     the compiled loops under the codecs
+    digest.py    the digest of a vector
+    buffers.py   large vectors whose memory is reused
+    messages.py  routes, HTTP headers and JSON bodies that client and server share
 """

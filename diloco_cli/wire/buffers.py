@@ -1,4 +1,4 @@
-"""Large vectors whose memory is used again.
+"""Large vectors whose memory is reused.
 
 A version's vectors live until the next version takes their place, and that one has the same
 size. Memory that goes back to the system in between comes back cleared, page by page, which
@@ -6,8 +6,8 @@ takes longer than the arithmetic that fills it.
 
     fresh(size) ──▶ a vector, used like any other ──last reference gone──▶ spare ──▶ fresh(size)
 
-Nobody gives anything back by hand: memory is spare once no array, view or buffer of the vector
-is left, so whoever still reads an old version goes on reading that.
+Nothing is given back by hand: memory is spare once no array, view or buffer of the vector is
+left, so a reader of an old version keeps reading that version.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def fresh(size: int) -> np.ndarray:
         return np.empty(size, np.float32)
     block = _fitting(size)
     # Views refer to this array, not to the block: over a memoryview numpy looks no deeper.
-    found = np.frombuffer(block.data, np.float32, size)
-    weakref.finalize(found, _spare.append, block).atexit = False
-    return found
+    vector = np.frombuffer(block.data, np.float32, size)
+    weakref.finalize(vector, _spare.append, block).atexit = False
+    return vector
 
 
 def _fitting(size: int) -> np.ndarray:

@@ -27,7 +27,7 @@ CHUNK = 1 << 20
 MOST_WINDOW_BYTES = 8 << 20
 
 FEW = 4
-"""Chunks of one frame for which nobody wakes helpers: they would save some milliseconds by the
+"""Chunks of one frame that one thread handles alone: helpers would save some milliseconds by the
 clock, if a core is idle at all, and cost a tenth more processor time, which training loses."""
 
 T = TypeVar("T")
@@ -57,10 +57,10 @@ class Tools(threading.local):
 
     def scratch(self, purpose: str, size: int, dtype: type) -> np.ndarray:
         """Memory for one purpose, with whatever was left in it; valid until asked for again."""
-        found = self._scratch.get(purpose)
-        if found is None or found.size < size or found.dtype != dtype:
-            found = self._scratch[purpose] = np.empty(size, dtype)
-        return found[:size]
+        memory = self._scratch.get(purpose)
+        if memory is None or memory.size < size or memory.dtype != dtype:
+            memory = self._scratch[purpose] = np.empty(size, dtype)
+        return memory[:size]
 
 
 tools = Tools()
@@ -125,7 +125,7 @@ def spread(work: Callable[[int], T], count: int, threads: int | None = None) -> 
     for results.
     """
     wanted = min(cores() if threads is None else threads, count)
-    if wanted <= 1 or tools.helping:  # Whoever helps already has no helpers of its own.
+    if wanted <= 1 or tools.helping:  # A helper has no helpers of its own.
         return map(work, range(count))
     return _Shared(work, count).results(wanted - 1)
 
@@ -134,7 +134,7 @@ class _Shared(Generic[T]):
     """Work that several threads take from one pile.
 
     A thread that sleeps until a result is there has to be woken for each, which takes longer
-    than a tenth of the work. So whoever waits for a result does what is left meanwhile.
+    than a tenth of the work. So a thread that waits for a result does what is left meanwhile.
     """
 
     def __init__(self, work: Callable[[int], T], count: int) -> None:
@@ -165,21 +165,21 @@ class _Shared(Generic[T]):
         place = next(self._pile, None)
         if place is None:
             return False
-        found: Future[T] = Future()
+        outcome: Future[T] = Future()
         tools.helping, before = True, tools.helping
         try:
-            found.set_result(self._work(place))
+            outcome.set_result(self._work(place))
         except BaseException as error:
-            found.set_exception(error)
+            outcome.set_exception(error)
         finally:
             tools.helping = before
-        self._done[place] = found
+        self._done[place] = outcome
         return True
 
 
 def _settle(helping: list[Future[None]]) -> None:
     """Waits for helpers, but for those that others kept busy and that never came to help."""
-    wait([each for each in helping if not each.cancel()])
+    wait([future for future in helping if not future.cancel()])
 
 
 def in_chunks(

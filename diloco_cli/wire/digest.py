@@ -1,10 +1,10 @@
-"""What a vector is called: a digest of every bit of it.
+"""The digest of a vector: XXH3 with 128 bits over its little-endian float32 values.
 
-Everybody who holds a version hashes it, at 32 bits a value, so this must cost little beside
-adding it up. The digest is there against accidents, such as a lost delta, a rounding of one's
-own or a damaged disk: it travels beside the vector, so whoever could put another in its place
-could name that, too. So XXH3 with 128 bits will do, which is many times faster than a
-cryptographic hash.
+Server and regions hash every version they hold, at 32 bits per value, so this must cost
+little beside adding it up. The digest is there against accidents, such as a lost delta, a
+different rounding or a damaged disk. It stops no attacker, and need not: it travels beside
+the vector, and one who replaces the vector can replace the digest. So a hash that is many
+times faster than a cryptographic one will do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from diloco_cli.wire.codecs.protocol import vector
 
 
 class VectorHash:
-    """Takes a vector piece by piece."""
+    """The digest of a vector that is given piece by piece."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
@@ -29,13 +29,13 @@ class VectorHash:
 
 
 def vector_digest(values: np.ndarray) -> str:
-    """Names a vector by every bit of its little-endian float32 values, in 32 hexadecimal digits."""
+    """32 hexadecimal digits that depend on every bit of the vector."""
     digest = VectorHash()
     digest.update(values)
     return digest.hexdigest()
 
 
-def state_digest(names: dict[str, str]) -> str:
-    """Names several vectors at once by what each of them is called."""
-    text = "".join(f"{what} {name}\n" for what, name in names.items())
+def state_digest(digests: dict[str, str]) -> str:
+    """One digest for several vectors, by name."""
+    text = "".join(f"{name} {digest}\n" for name, digest in digests.items())
     return xxhash.xxh3_128(text.encode()).hexdigest()

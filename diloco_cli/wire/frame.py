@@ -1,4 +1,4 @@
-"""Numbers in an envelope that describes and proves itself.
+"""A frame: numbers in an envelope that describes and proves itself.
 
     magic 8 │ version 2 │ zero 2 │ header length 4 │ frame length 8 │   little endian
     header: canonical JSON
@@ -100,10 +100,9 @@ class Frame:
 
     def values(self, *, threads: int | None = None) -> np.ndarray:
         """Returns all values as one float32 vector; on all cores unless told otherwise."""
-        found = np.empty(self.header.size, np.float32)
-
-        list(in_chunks(lambda place, span: self.read(place, found[span]), found.size, threads))
-        return found
+        values = np.empty(self.header.size, np.float32)
+        list(in_chunks(lambda place, span: self.read(place, values[span]), values.size, threads))
+        return values
 
     def accumulate(self, sums: np.ndarray, weight: float, *, threads: int | None = None) -> None:
         """Adds `weight` times the values to sums, without laying the values out.
@@ -272,9 +271,10 @@ def open_frame(data: Body, *, size: int | None = None) -> Frame:
             f"The frame says it has {length} bytes, {view.nbytes} are here.", hint=DAMAGED
         )
     digest = hashlib.sha256(view[:-DIGEST_BYTES]).hexdigest()
-    said = view[-DIGEST_BYTES:].hex()
-    if digest != said:
-        raise WireError(f"The frame hashes to {digest[:12]}…, it says {said[:12]}….", hint=DAMAGED)
+    claimed = view[-DIGEST_BYTES:].hex()
+    if digest != claimed:
+        why = f"The frame hashes to {digest[:12]}…, it says {claimed[:12]}…."
+        raise WireError(why, hint=DAMAGED)
     header, lengths, codec = read_header(bytes(view[PRELUDE.size :][:header_length]))
     if size is not None and header.size != size:
         raise WireError(
@@ -368,16 +368,16 @@ def _wrong_zstd(compressed: memoryview, expected: int) -> str | None:
     declares, and takes limits given to it for frames that declare none.
     """
     try:
-        said = zstandard.get_frame_parameters(compressed)
+        declared = zstandard.get_frame_parameters(compressed)
     except zstandard.ZstdError as error:
         return str(error)
-    if said.content_size != expected:
-        return f"it declares {said.content_size} bytes of content where {expected} belong"
-    if said.window_size > MOST_WINDOW_BYTES:
-        return f"it wants a window of {said.window_size} bytes, {MOST_WINDOW_BYTES} are allowed"
-    if not said.has_checksum:
+    if declared.content_size != expected:
+        return f"it declares {declared.content_size} bytes of content where {expected} belong"
+    if declared.window_size > MOST_WINDOW_BYTES:
+        return f"it wants a window of {declared.window_size} bytes, {MOST_WINDOW_BYTES} are allowed"
+    if not declared.has_checksum:
         return "it has no checksum"
-    return "it needs a dictionary" if said.dict_id else None
+    return "it needs a dictionary" if declared.dict_id else None
 
 
 def _chunks(body: memoryview, lengths: Sequence[int]) -> Iterator[memoryview]:

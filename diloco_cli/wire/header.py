@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from dataclasses import fields as dataclass_fields
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -120,7 +121,7 @@ class Header:
         )
 
 
-KEYS = [each.name for each in fields(Header)]
+KEYS = [field.name for field in dataclass_fields(Header)]
 _headers = TypeAdapter(Header)
 
 
@@ -142,24 +143,24 @@ def read_header(data: bytes) -> tuple[Header, list[int], Codec]:
     if len(data) > MOST_HEADER_BYTES:
         raise _wrong(f"it has {len(data)} bytes, {MOST_HEADER_BYTES} are allowed")
     try:
-        found = json.loads(
+        fields = json.loads(
             data, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite
         )
     except (ValueError, RecursionError) as error:
         raise _wrong(f"it is not JSON ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise _wrong("it is not a JSON object")
-    chunks = found.pop("chunks", None)
+    chunks = fields.pop("chunks", None)
     if not isinstance(chunks, list) or not all(type(n) is int and n > 0 for n in chunks):
         raise _wrong("`chunks` is not a list of lengths")
-    if missing := [key for key in KEYS if key not in found]:
+    if missing := [key for key in KEYS if key not in fields]:
         raise _wrong(f"`{missing[0]}` is missing")
-    if unknown := [key for key in found if key not in KEYS]:
+    if unknown := [key for key in fields if key not in KEYS]:
         raise _wrong(f"version 1 has no key `{unknown[0][:80]}`")
     try:
         # Through JSON once more: strict checks of plain dicts exist only on that way, and
         # it refuses text (lone surrogates) that could not be written down again.
-        header = _headers.validate_json(json.dumps(found))
+        header = _headers.validate_json(json.dumps(fields))
     except ValidationError as error:
         raise _wrong(fault(error)) from None
     _agree(header)
@@ -196,10 +197,10 @@ def _built(codec: str) -> Codec:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
         raise ValueError("a key appears twice")
-    return found
+    return keys
 
 
 def _finite(text: str) -> float:

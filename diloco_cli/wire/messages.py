@@ -1,4 +1,4 @@
-"""What the two sides say to each other besides frames: routes, headers, JSON bodies.
+"""What client and server exchange besides frames: routes, HTTP headers, JSON bodies.
 
 Both sides use these types, so a key exists once. Requests are checked to the letter,
 unknown keys included: they come from strangers. Answers may carry keys that this version
@@ -71,20 +71,20 @@ M = TypeVar("M", bound=Message)
 
 def parse(kind: type[M], data: bytes) -> M:
     """Reads a message that may say anything, or names the first key that is wrong."""
-    said = kind.__name__.lower()
+    name = kind.__name__.lower()
     if len(data) > MOST_JSON_BYTES:
-        raise WireError(f"A {said} of {len(data)} bytes is too long; {MOST_JSON_BYTES} may be.")
+        raise WireError(f"A {name} of {len(data)} bytes is too long; {MOST_JSON_BYTES} may be.")
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
         raise WireError(
-            f"The {said} is wrong: {fault(error, known=list(kind.model_fields))}.",
+            f"The {name} is wrong: {fault(error, known=list(kind.model_fields))}.",
             hint="The two sides run different programs or versions; compare `diloco --version`.",
         ) from None
 
 
 def fault(error: ValidationError, *, known: list[str] | None = None) -> str:
-    """Says the first thing that is wrong, in words."""
+    """Says the first thing that is wrong."""
     first = error.errors()[0]
     key = ".".join(str(step) for step in first["loc"])
     if first["type"] == "string_pattern_mismatch":
@@ -148,7 +148,7 @@ class News(Message):
     """This region evaluates the held-out loss of the global weights."""
     lease_seconds: Seconds
     mend: dict[Count, VectorDigest] = {}
-    """Digests this region reported and nobody published: fetch those fragments whole."""
+    """Digests this region reported and the server never published: fetch those fragments whole."""
 
 
 class Joined(News):

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from diloco_cli.core.fragments import Fragment
+from diloco_cli.core.fragments import Fragment, piece_of
 from diloco_cli.core.guard import LARGEST, NOT_FINITE, Norms, inspect, unusual
 from diloco_cli.errors import WireError
 from diloco_cli.merge.combine import edges_of
@@ -60,7 +60,8 @@ def examine(
         if not length <= LARGEST:  # One of its values may be as large: it gets a closer look.
             return inspect(frame.values(), fragment, norms, **bounds), squares
     except NotFinite as error:
-        where = _tensor_at(fragment, error.index)
+        piece = piece_of(fragment, error.index)
+        where = f"{piece.tensor} (rows {piece.start}:{piece.stop})"
         return f"{where} has the value {error.value}, which is {NOT_FINITE}", None
     except WireError as error:
         return error.message, None
@@ -80,10 +81,3 @@ def _dishonest(frame: Frame, recipe: ServerSettings) -> str | None:
             f"gives a step of {header.region} {step}"
         )
     return None
-
-
-def _tensor_at(fragment: Fragment, index: int) -> str:
-    for piece in fragment.pieces:
-        if piece.offset <= index < piece.offset + piece.size:
-            return f"{piece.tensor} (rows {piece.start}:{piece.stop})"
-    return f"value {index}"

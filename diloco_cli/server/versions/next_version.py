@@ -3,8 +3,8 @@
     payloads, mapped ──decode, chunk by chunk──▶ merge ──▶ outer step ──▶ theta, momentum
     theta − published ──codec──▶ delta frame;   published + decode(delta) ──▶ published
 
-`wire/fuse.py` does the arithmetic, on all cores; here is who takes part and what becomes
-of those who cannot.
+`merge/combine.py` and `merge/outer_step.py` do the arithmetic, on all cores; here is who takes
+part and what becomes of those who cannot.
 
 Regions only ever hold `published`, so what the codec loses on the way down stays in
 `theta − published` and travels with the next version. The result depends on the old

@@ -1,4 +1,4 @@
-"""Few bits a number: one scale per block, one small whole number per value.
+"""A few bits per value: one scale per block, one small whole number per value.
 
     block of values ──largest magnitude, or rms──▶ scale (bf16, rounded up)
           │                                           │
@@ -47,7 +47,7 @@ Block = Annotated[int, Field(strict=True, ge=32, le=MOST_BLOCK), AfterValidator(
 @codecs.register("int8")
 @dataclass(frozen=True)
 class Int8(InPlace):
-    """8 bits and a scale per block: 7.1 a parameter after compression, error 0.9 %."""
+    """8 bits and a scale per block: 7.1 per parameter after compression, error 0.9 %."""
 
     block: Block = 512
     """Values that share one scale: a power of two from 32 to 65536."""
@@ -73,7 +73,7 @@ class Int8(InPlace):
 
 @dataclass(frozen=True)
 class Nibbles(InPlace):
-    """What int4 and uniform share: everything but how a block gets its scale."""
+    """What int4 and uniform share: everything but how a block gets its scale. Foldable."""
 
     block: Block = 512
 
@@ -164,7 +164,7 @@ class Nibbles(InPlace):
 @codecs.register("int4")
 @dataclass(frozen=True)
 class Int4(Nibbles):
-    """4 bits and a scale per block: 3.0 a parameter after compression, error 17 %."""
+    """4 bits and a scale per block: 3.0 per parameter after compression, error 17 %."""
 
     block: Block = 512
     """Values that share one scale: a power of two from 32 to 65536."""
@@ -176,7 +176,7 @@ class Int4(Nibbles):
 @codecs.register("uniform")
 @dataclass(frozen=True)
 class Uniform(Nibbles):
-    """Steps of a block's root mean square: 2.2 bits a parameter after compression, error 29 %."""
+    """Steps of a block's root mean square: 2.2 bits per parameter after compression, error 29 %."""
 
     step: Annotated[float, Field(ge=0.25, le=4, allow_inf_nan=False)] = 1.0
     """Width of a step in root mean squares: 0.25 to 4. Wider is smaller and coarser."""
@@ -192,7 +192,7 @@ class Uniform(Nibbles):
 @codecs.register("sign")
 @dataclass(frozen=True)
 class Sign(InPlace):
-    """Signs and a block's mean magnitude: 1.0 bits a parameter, error 65 %."""
+    """Signs and a block's mean magnitude: 1.0 bits per parameter, error 65 %."""
 
     block: Block = 1024
     """Values that share one magnitude: a power of two from 32 to 65536."""

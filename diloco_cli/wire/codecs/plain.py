@@ -12,7 +12,7 @@ from diloco_cli.wire.codecs.protocol import InPlace, codecs, refuse_non_finite
 @codecs.register("fp32")
 @dataclass(frozen=True)
 class Fp32(InPlace):
-    """32 bits, bit for bit: 25 a parameter after compression."""
+    """32 bits, bit for bit: 25 per parameter after compression."""
 
     def body_size(self, size: int) -> int:
         return 4 * size
@@ -33,7 +33,7 @@ class Fp32(InPlace):
 @codecs.register("bf16")
 @dataclass(frozen=True)
 class Bf16(InPlace):
-    """16 bits, rounded to nearest even: 11.5 a parameter after compression, error 0.2 %."""
+    """16 bits, rounded to nearest even: 11.5 per parameter after compression, error 0.2 %."""
 
     def body_size(self, size: int) -> int:
         return 2 * size
