@@ -55,9 +55,10 @@ class Run:
         return self.start("run", "run.yaml", *self.options, *more)
 
     def status(self) -> Status | None:
+        url = address_of(self.folder).url
         try:
-            return self._asking.status(address_of(self.folder).url or "")
-        except (LinkError, KeyError):
+            return self._asking.status(url) if url else None
+        except LinkError:
             return None
 
     def until(self, what, seconds=120.0):
@@ -130,7 +131,7 @@ def test_whatever_is_killed_the_same_command_finishes_the_run(run_in):
     (server,) = run.pids("serve")
     os.kill(server, signal.SIGKILL)
     run.until(lambda: set(run.pids("serve")) - {server})
-    run.until_steps(run.until(run.status)["outer_steps"] + 1)
+    run.until_steps(run.until(run.status).outer_steps + 1)
 
     second.kill()
     second.wait()
