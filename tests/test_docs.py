@@ -80,3 +80,40 @@ def test_init_reads_the_pipelines_of_this_repository():
 
 def test_the_contracts_pipelines_are_there():
     assert {"quickstart", "four-regions", "mixed-speeds", "smoke"} <= set(scaffold.templates())
+
+
+GUIDES_TO_THE_CODE = (
+    "CONTRIBUTING.md",
+    "README.md",
+    "docs/glossary.md",
+    "docs/concepts/architecture.md",
+    "docs/concepts/life-of-a-contribution.md",
+)
+
+
+def paths_in(text: str) -> list[str]:
+    """Python files and folders named in backticks; a bare name is beside the one before it."""
+    paths: list[str] = []
+    for name in re.findall(r"`([a-z_/]+(?:\.py|/))`", text):
+        beside = "/" not in name and bool(paths)
+        paths.append(f"{paths[-1].rpartition('/')[0]}/{name}" if beside else name)
+    return paths
+
+
+@pytest.mark.parametrize("page", GUIDES_TO_THE_CODE)
+def test_the_code_that_a_page_names_is_there(page: str):
+    roots = (ROOT, ROOT / "diloco_cli")
+    missing = [
+        path
+        for path in paths_in((ROOT / page).read_text())
+        if not any((root / path).exists() for root in roots)
+    ]
+    assert missing == []
+
+
+def test_that_check_would_notice():
+    assert paths_in("`core/rounds.py`, `pace.py`, `merge/`") == [
+        "core/rounds.py",
+        "core/pace.py",
+        "merge/",
+    ]
