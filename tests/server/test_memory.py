@@ -58,7 +58,7 @@ from diloco_cli.wire.kernels import block as kernels
 from tests.server.test_memory import resident
 
 _get_ready(made_up(1000, {"kind": "int4"}))
-loaded = [kernel._machine is not None for kernel in (kernels.fold_int4, merge_kernels.nesterov)]
+loaded = [kernel._machine is not None for kernel in (kernels.fold_int4, merge_kernels.descend)]
 print(resident("self", "llvmlite"), all(loaded))
 """
 

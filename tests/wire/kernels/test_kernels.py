@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numba
 import numpy as np
@@ -176,7 +177,7 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch):
             raise RuntimeError("cannot cache function: no locator available")
         return real_njit(cache=cache, **flags)
 
-    monkeypatch.setattr(jit.numba, "njit", njit)
+    monkeypatch.setattr(jit, "numba", SimpleNamespace(njit=njit))
     assert Kernel(double, real(Floats))(np.ones(1, np.float32)) == 2
     assert asked == [True, False]
 
