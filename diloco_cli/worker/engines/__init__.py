@@ -9,6 +9,6 @@ with protocol.py.
 Apart from models/*_flax.py, only this folder imports a framework.
 """
 
-from diloco_cli.worker.engines.protocol import CompiledStep, Engine, Snapshot
+from diloco_cli.worker.engines.protocol import CompiledStep, Engine, EngineSnapshot
 
-__all__ = ["CompiledStep", "Engine", "Snapshot"]
+__all__ = ["CompiledStep", "Engine", "EngineSnapshot"]

@@ -29,7 +29,7 @@ from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.models import LossFn, Model
 from diloco_cli.spec.schema import InnerSpec
 from diloco_cli.worker.engines.optimizers import optimizers, schedules
-from diloco_cli.worker.engines.protocol import Arrays, Snapshot
+from diloco_cli.worker.engines.protocol import Arrays, EngineSnapshot
 
 Params = dict[str, jax.Array]
 State = Any
@@ -92,8 +92,8 @@ class JaxEngine:
     def write(self, fragment: Fragment, values: np.ndarray) -> None:
         self.params = replace_fragment(self.params, fragment, values)
 
-    def snapshot(self) -> Snapshot:
-        return Snapshot(fetch(self.params), flatten_state(self.state))
+    def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot(fetch(self.params), flatten_state(self.state))
 
     def reset_optimizer(self) -> None:
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:

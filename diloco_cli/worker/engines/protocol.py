@@ -17,7 +17,7 @@ from diloco_cli.core.fragments import Fragment
 Arrays = Mapping[str, np.ndarray]
 
 
-class Snapshot(NamedTuple):
+class EngineSnapshot(NamedTuple):
     """Copies of everything an engine holds, all of one step."""
 
     params: dict[str, np.ndarray]
@@ -51,7 +51,7 @@ class Engine(Protocol):
         """Replaces one fragment's weights."""
         ...
 
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self) -> EngineSnapshot: ...
 
     def reset_optimizer(self) -> None:
         """Forgets the optimiser's averages; where the learning-rate schedule stands is kept."""

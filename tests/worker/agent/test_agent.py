@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -16,6 +15,7 @@ from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.net.options import Options
 from diloco_cli.observe.events import read_events
 from diloco_cli.system.wakeup import Wakeup
+from diloco_cli.wire.messages import FragmentProgress, TrainerProgress
 from diloco_cli.worker.agent.agent import Agent, pause_before
 from tests.worker.fake_server import TERMS, Counter
 
@@ -118,7 +118,8 @@ def started(folder):
 
 def test_only_starts_in_a_row_that_came_to_nothing_make_the_next_one_wait(agent, counter, tmp_path):
     report = tmp_path / "regions" / "paris" / "progress.json"
-    training = f"open({str(report)!r}, 'w').write({json.dumps({'training': True, 'step': 1})!r})"
+    progress = TrainerProgress.none(2).model_copy(update={"training": True, "step": 1})
+    training = f"open({str(report)!r}, 'w').write({progress.model_dump_json()!r})"
     running = agent(first=training, on_mail="pass")
     for count in range(1, 5):
         counter.wait_for(lambda count=count: len(started(tmp_path)) == count and is_up(counter))
@@ -149,10 +150,12 @@ def test_it_says_when_training_begins_and_then_every_so_often(
     agent, counter, log_lines, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("diloco_cli.worker.agent.agent.TELL_SECONDS", 0.0)
-    told = {"step": 7, "training": True, "loss": 2.5, "tokens_per_second": 99.6, "why": "training"}
-    told |= {"fragments": [{"version": 3, "steps": 1.0}, {"version": 4, "steps": 1.0}]}
+    fragments = tuple(FragmentProgress(version=version, steps=1.0) for version in (3, 4))
+    averages = {"loss": 2.5, "tokens_per_second": 99.6}
+    told = {"step": 7, "training": True, "why": "training", "fragments": fragments, **averages}
+    progress = TrainerProgress.none(2).model_copy(update=told)
     report = tmp_path / "regions" / "paris" / "progress.json"
-    agent(first=f"open({str(report)!r}, 'w').write({json.dumps(told)!r})")
+    agent(first=f"open({str(report)!r}, 'w').write({progress.model_dump_json()!r})")
     line = "step 7, loss 2.500, 100 tokens/s, versions [3, 4], training"
     counter.wait_for(lambda: line in log_lines)
     assert log_lines.index(f"training begins: {line}") < log_lines.index(line)
@@ -215,7 +218,7 @@ from pathlib import Path
 from diloco_cli.worker.agent.trainer_process import TrainerProcess
 up = threading.Event()
 trainer = TrainerProcess([sys.executable, "-S", "-c", sys.argv[1]], Path(sys.argv[2]),
-                         heard=lambda _: up.set(), ended=lambda: None)
+                         on_output=lambda _: up.set(), on_end=lambda: None)
 up.wait(60)
 print(trainer.pid, flush=True)
 sys.stdin.read()
