@@ -148,7 +148,7 @@ def outlier(
 
     At the beginning of a run no usual norm is known, so the members are held against each
     other. More steps make a longer delta, though never more than in proportion: a member
-    must be too long in both ways of counting. Of two nobody can say who is wrong.
+    must be too long in both ways of counting. Of two, neither can be told to be wrong.
     """
     if len(lengths) < 3:
         return None

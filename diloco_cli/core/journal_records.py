@@ -1,6 +1,6 @@
 """What does the server write into its journal?
 
-Each kind of record is one class; `Record` is any of them. Whoever folds the journal matches
+Each kind of record is one class; `Record` is any of them. Every fold of the journal matches
 them exhaustively, so the type checker names every place that a new kind must be added to.
 `encode` and `decode` lead to the JSON objects on the disk and back; the journal itself
 knows nothing of their meaning.

@@ -138,7 +138,7 @@ class Ledger:
     """What was found in each region's latest contributions."""
     bytes_up: int = 0
     values_up: int = 0
-    """Parameters that the accepted frames carried: bytes_up × 8 ÷ this = bits a parameter."""
+    """Parameters that the accepted frames carried: bytes_up × 8 ÷ this = bits per parameter."""
 
     @classmethod
     def empty(cls, fragments: int) -> Ledger:
@@ -152,7 +152,7 @@ class Ledger:
             ledger.apply(number, record)
         return ledger
 
-    def standing(self, region: str, fragment: int) -> RegionRecord:
+    def region_record(self, region: str, fragment: int) -> RegionRecord:
         slot, member = self.slots[fragment], self.regions.get(region)
         return RegionRecord(
             epoch=member.epoch if member else 0,
@@ -173,7 +173,7 @@ class Ledger:
 
     def calls(self) -> dict[int, int]:
         if self.finished:
-            return {}  # A round that nobody answered stays open; it asks for nothing any more.
+            return {}  # A round without an answer stays open; it asks for nothing any more.
         return {f: slot.version for f, slot in enumerate(self.slots) if slot.phase == "called"}
 
     def applied(self, sizes: Sequence[int]) -> float:
@@ -300,7 +300,7 @@ def admit_worker(
 ) -> Admitted | TurnedAway:
     """Says whether a worker may speak for a region.
 
-    A retried join gets the same epoch again, so a lost reply fences nobody. A second
+    A retried join gets the same epoch again, so a lost reply fences no worker. A second
     worker waits while the first one's lease lives, so two workers never fence each other
     in turn.
     """

@@ -64,7 +64,7 @@ def due_at_end(
 
 
 def _is_unanswered(slot: FragmentState) -> bool:
-    # A frame made on the current version waits although nobody is called: its round lost
+    # A frame made on the current version waits although no region is called: its round lost
     # all its members when it closed. The call still stands; with overlap 0 the region even
     # makes no step, and so sets no pace, before a newer version comes.
     return any(receipt.base == slot.version for receipt in slot.waiting.values())
@@ -153,7 +153,7 @@ def grace(averages: Averages, live: Collection[str], sync: SyncSpec) -> Seconds:
         # Work done past the overlap would be thrown away, so the window must fit into it.
         slack = sync.overlap * max(steps) - averages.quorum - averages.sync
         return margin * max(0.0, slack)
-    # Under rebase nobody idles and nothing is lost while a round is open, so the window
+    # Under rebase no region idles and nothing is lost while a round is open, so the window
     # may cover the usual spread of the answers, bounded by a share of the period.
     longest = margin * sync.every * min(steps)
     if any(region not in averages.answer for region in live):

@@ -114,7 +114,7 @@ class RegionRecord:
 
 def admit(
     receipt: Receipt,
-    standing: RegionRecord,
+    record: RegionRecord,
     *,
     epoch: int,
     alpha: float,
@@ -122,26 +122,26 @@ def admit(
     unfit: str | None = None,
 ) -> Answer:
     """Answers a contribution. The order of the checks is part of the protocol."""
-    if epoch != standing.epoch:
-        return Fenced(f"epoch {epoch} of {receipt.region} is over, {standing.epoch} is current")
-    known = standing.known
+    if epoch != record.epoch:
+        return Fenced(f"epoch {epoch} of {receipt.region} is over, {record.epoch} is current")
+    known = record.known
     # A retry gets its answer before anything else may judge it, even after the end.
     if known and known.digest == receipt.digest:
         return Recorded(known)
-    if standing.finished:
+    if record.finished:
         return Returned("the run is finished", sticky=False)
-    if receipt.base > standing.version:
-        return Ahead(f"base version {receipt.base}, but {standing.version} is the newest published")
+    if receipt.base > record.version:
+        return Ahead(f"base version {receipt.base}, but {record.version} is the newest published")
     if known and receipt.clock <= known.clock:
         return Foreign(f"clock {receipt.clock}, but {known.clock} was decided before")
     if known and known.fate == "pending":
         return Foreign(f"frame {known.clock} of this region is still waiting to be merged")
-    if receipt.prev != standing.merged:
+    if receipt.prev != record.merged:
         return Foreign(
-            f"it follows frame {_short(receipt.prev)}, but {_short(standing.merged)} "
+            f"it follows frame {_short(receipt.prev)}, but {_short(record.merged)} "
             "was merged last for this region"
         )
-    age = standing.version - receipt.base
+    age = record.version - receipt.base
     if alpha < 1 and age > staleness:
         return Returned(f"{age} versions behind, {staleness} allowed")
     return Refused(unfit) if unfit else Accept()

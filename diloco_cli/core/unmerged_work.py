@@ -175,7 +175,7 @@ def post(book: Book, clock: int) -> tuple[Book, int]:
 def written(book: Book, clock: int, digest: str) -> Book:
     """Books that the frame `clock` is durable in the outbox."""
     if book.flight is None or book.flight.clock != clock:
-        return book  # Settled meanwhile by a version that somebody else's frame made.
+        return book  # Settled meanwhile by a version made of another worker's frame.
     return replace(book, flight=replace(book.flight, digest=digest))
 
 

@@ -67,10 +67,10 @@ def build_status(coordinator: Coordinator, url: str) -> Status:
 def build_summary(coordinator: Coordinator) -> Summary:
     """Sums the run up; what is written to `summary.json` at the end and on every stop."""
     state = coordinator.state
-    ledger, totals = state.ledger, state.tally
+    ledger, totals = state.ledger, state.totals
     tokens = _tokens(coordinator)
     applied = [sum(slot.applied.values()) for slot in ledger.slots]
-    fates = totals.books(finished=bool(ledger.finished))
+    fates = totals.fates(finished=bool(ledger.finished))
     return Summary(
         run=state.store.run,
         name=state.spec.name,
@@ -102,14 +102,14 @@ def build_summary(coordinator: Coordinator) -> Summary:
             )
             for region in state.spec.regions
         },
-        spec_digest=state.recipe.spec_digest,
-        layout_digest=state.recipe.layout.digest,
+        spec_digest=state.settings.spec_digest,
+        layout_digest=state.settings.layout.digest,
     )
 
 
 def _goodputs(coordinator: Coordinator) -> Goodputs:
     state = coordinator.state
-    totals = state.tally
+    totals = state.totals
     elapsed = totals.elapsed_at(state.seconds, state.wall())
     if state.ledger.finished:
         elapsed = totals.elapsed  # No region trains after the last round.
@@ -123,8 +123,8 @@ def _goodputs(coordinator: Coordinator) -> Goodputs:
 
 def _tokens(coordinator: Coordinator) -> RunTokens:
     state = coordinator.state
-    sizes = state.recipe.sizes
-    fragments = state.tally.books(finished=bool(state.ledger.finished))
+    sizes = state.settings.sizes
+    fragments = state.totals.fates(finished=bool(state.ledger.finished))
     means = {
         fate: sum(size * getattr(one, fate) for size, one in zip(sizes, fragments, strict=True))
         / sum(sizes)
@@ -136,7 +136,7 @@ def _tokens(coordinator: Coordinator) -> RunTokens:
 def _losses(coordinator: Coordinator) -> LossStatus:
     state = coordinator.state
     heldout = [float(evaluation.loss) for evaluation in state.ledger.evaluations]
-    heartbeats = [lease.said for lease in state.leases.all.values() if lease.said]
+    heartbeats = [lease.heartbeat for lease in state.leases.all.values() if lease.heartbeat]
     train = [heartbeat.loss for heartbeat in heartbeats if heartbeat.loss is not None]
     return LossStatus(
         heldout=heldout[-1] if heldout else None,
@@ -147,7 +147,7 @@ def _losses(coordinator: Coordinator) -> LossStatus:
 
 
 def _wire(coordinator: Coordinator) -> WireUse:
-    ledger, totals = coordinator.state.ledger, coordinator.state.tally
+    ledger, totals = coordinator.state.ledger, coordinator.state.totals
     return WireUse(
         bits_per_parameter_up=bits_per_parameter(ledger.bytes_up, ledger.values_up),
         bits_per_parameter_down=bits_per_parameter(totals.delta_bytes, totals.delta_values),
@@ -172,9 +172,9 @@ def _why(coordinator: Coordinator) -> str:
 
 def _region(coordinator: Coordinator, name: str) -> RegionStatus:
     state = coordinator.state
-    ledger, totals = state.ledger, state.tally
+    ledger, totals = state.ledger, state.totals
     lease = state.leases.all.get(name)
-    heartbeat = lease.said if lease else None
+    heartbeat = lease.heartbeat if lease else None
     alive = state.leases.lease_left(name, now=state.clock()) > 0
     merged_at = totals.merged_at.get(name)
     since = None if merged_at is None else round(max(0.0, state.wall() - merged_at), 1)
@@ -217,7 +217,7 @@ def _contributing(coordinator: Coordinator, name: str) -> bool:
 def _done(coordinator: Coordinator, name: str) -> bool:
     """Says whether the run is finished and nothing more is to come from the region."""
     ledger, lease = coordinator.state.ledger, coordinator.state.leases.all.get(name)
-    heartbeat = lease.said if lease else None
+    heartbeat = lease.heartbeat if lease else None
     heard = heartbeat is None or heartbeat.stopping
     return bool(ledger.finished) and name in ledger.regions and heard
 
@@ -226,7 +226,7 @@ def _region_why(coordinator: Coordinator, name: str, lease: Lease | None) -> str
     state = coordinator.state
     if lease is None:
         return f"has not joined yet; start it with `diloco work … --region {name}`"
-    now, heartbeat = state.clock(), lease.said
+    now, heartbeat = state.clock(), lease.heartbeat
     if _done(coordinator, name):
         return ""
     if heartbeat and heartbeat.stopping:

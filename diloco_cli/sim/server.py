@@ -95,21 +95,21 @@ class SimulatedServer:
         if self.is_down:
             self.agenda.at(self.down_until, self.arrived, receipt, answer)
             return
-        standing = self.ledger.standing(receipt.region, receipt.fragment)
-        said = rounds.admit(
-            receipt, standing, epoch=EPOCH, alpha=self.sync.alpha, staleness=self.sync.staleness
+        record = self.ledger.region_record(receipt.region, receipt.fragment)
+        decision = rounds.admit(
+            receipt, record, epoch=EPOCH, alpha=self.sync.alpha, staleness=self.sync.staleness
         )
-        if isinstance(said, Accept):
+        if isinstance(decision, Accept):
             size = self.scenario.sizes[receipt.fragment]
-            self.record(FrameDecided(receipt, "pending", said.why, values=size))
+            self.record(FrameDecided(receipt, "pending", decision.why, values=size))
             self.seen[receipt.region] = now
             self.table.arrived(receipt.fragment, receipt.region, need=self.sync.quorum, now=now)
             self.wake()
             return
-        if isinstance(said, Refused | Returned):
-            fate = "refused" if isinstance(said, Refused) else "returned"
-            self.record(FrameDecided(receipt, fate, said.why))
-        answer(type(said).__name__.lower())
+        if isinstance(decision, Refused | Returned):
+            fate = "refused" if isinstance(decision, Refused) else "returned"
+            self.record(FrameDecided(receipt, fate, decision.why))
+        answer(type(decision).__name__.lower())
 
     # Rounds
 
@@ -163,7 +163,7 @@ class SimulatedServer:
         self.agenda.at(self._merge_free, self._publish, fragment, began, self.down_until)
 
     def _publish(self, fragment: int, began: Seconds, crash: Seconds) -> None:
-        if crash != self.down_until:  # It died meanwhile; whoever starts it begins anew.
+        if crash != self.down_until:  # It died meanwhile; the restarted server merges again.
             return
         slot = self.ledger.slots[fragment]
         members = dict(slot.closing)

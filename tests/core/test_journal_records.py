@@ -10,6 +10,7 @@ import json
 import re
 from typing import Any
 
+from diloco_cli.core.journal_records import KINDS, decode_all, encode
 from diloco_cli.wire.messages import HeldOut
 from tests import ROOT
 from tests.server.harness import NAMES, Bench, in_a_loop, make_recipe, make_spec, read_journal
@@ -90,3 +91,10 @@ def plain(records: list[dict[str, Any]]) -> list[str]:
 @in_a_loop
 async def test_a_run_writes_the_records_it_always_wrote(tmp_path):
     assert plain(await small_run(tmp_path)) == GOLDEN.read_text().splitlines()
+
+
+def test_every_kind_of_record_comes_back_as_it_was_written():
+    entries = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
+    records = [record for _, record in decode_all(entries)]
+    assert {record.kind for record in records} == set(KINDS)
+    assert json.loads(json.dumps([encode(record) for record in records])) == entries

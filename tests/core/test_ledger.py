@@ -67,14 +67,14 @@ def after(*records: Record, fragments: int = 1) -> Ledger:
 
 def test_an_empty_journal_knows_nobody():
     nobody = RegionRecord(epoch=0, version=0, merged="", known=None, finished=False)
-    assert after().standing("paris", 0) == nobody
+    assert after().region_record("paris", 0) == nobody
     assert after().high("paris") == -1
 
 
 def test_an_accepted_frame_waits_for_its_round():
     ledger = after(joined(), decided())
     assert list(ledger.slots[0].waiting) == ["paris"]
-    assert ledger.standing("paris", 0).known == Decision(10, "x", "pending")
+    assert ledger.region_record("paris", 0).known == Decision(10, "x", "pending")
     assert ledger.bytes_up == 50
 
 
@@ -123,7 +123,7 @@ def test_refused_and_returned_frames_are_remembered_and_counted():
 
 def test_a_later_refusal_does_not_unmerge_what_was_merged():
     records = [decided(), CALLED, closed("paris"), published(), decided("refused", digest="y")]
-    assert after(*records).standing("paris", 0).merged == "x"
+    assert after(*records).region_record("paris", 0).merged == "x"
 
 
 def test_a_new_disk_starts_above_every_clock_ever_decided():

@@ -126,7 +126,7 @@ class Stage:
         receipt = region.receipt()
         answer = rounds.admit(
             receipt,
-            self.ledger.standing(name, 0),
+            self.ledger.region_record(name, 0),
             epoch=region.epoch,
             alpha=self.sync.alpha,
             staleness=self.sync.staleness,

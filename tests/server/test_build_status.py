@@ -21,7 +21,7 @@ def words(bench: Bench) -> dict[str, str]:
 async def test_a_full_disk_is_trouble_until_something_is_written(tmp_path):
     bench = Bench(tmp_path)
     await bench.join()
-    bench.state.no_room("upload", FULL)
+    bench.state.disk_full("upload", FULL)
     bench.server.tick()
     told = build_status(bench.server, "http://h:1")
     assert told.trouble == "x needs 67 free bytes and has 3. Free some space."
@@ -34,12 +34,12 @@ async def test_a_full_disk_is_trouble_until_something_is_written(tmp_path):
 @in_a_loop
 async def test_trouble_of_a_sender_who_is_gone_is_forgotten(tmp_path):
     bench = Bench(tmp_path)
-    bench.state.no_room("upload", FULL)
+    bench.state.disk_full("upload", FULL)
     bench.clock.now += UPLOAD_TROUBLE_SECONDS - 1
     assert bench.state.trouble
     bench.clock.now += 2
     assert not bench.state.trouble
-    bench.state.no_room("version", FULL)
+    bench.state.disk_full("version", FULL)
     bench.clock.now += 1000
     assert bench.state.trouble, "a version that cannot be stored is tried for ever"
 

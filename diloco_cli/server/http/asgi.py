@@ -52,7 +52,7 @@ def make_app(
     a keyring anybody may do anything, which is for the loopback address only.
     """
     routes, access = Routes(coordinator, events, url), AccessCheck(keyring)
-    recipe = coordinator.state.recipe
+    recipe = coordinator.state.settings
     quota = Quota(sum(most_bytes(size, recipe.up) for size in recipe.sizes))
     table = [
         Route(call.path, _endpoint(routes, call, access, quota), methods=[call.method])
@@ -124,7 +124,7 @@ def _endpoint(
             return Response(status_code=400)  # Nobody is there to read it.
         except Exception as error:
             if isinstance(error, DiskFull):
-                routes.state.no_room("upload", error)
+                routes.state.disk_full("upload", error)
             request.state.code = _denied(error).code
             return answer_error(error)
 

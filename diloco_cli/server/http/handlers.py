@@ -68,7 +68,7 @@ class Routes:
     # Regions
 
     async def about(self, request: Request) -> Response:
-        recipe = self.state.recipe
+        recipe = self.state.settings
         return _json(
             Run(
                 run=self.state.store.run,
@@ -88,7 +88,7 @@ class Routes:
         return _json(await self.coordinator.join(request.path_params["region"], asked))
 
     async def heartbeat(self, request: Request) -> Response:
-        fragments = len(self.state.recipe.sizes)
+        fragments = len(self.state.settings.sizes)
         said = parse_heartbeat(await self._body(request), fragments=fragments)
         return _json(await self.coordinator.heartbeat(request.path_params["region"], said))
 
@@ -108,7 +108,7 @@ class Routes:
         else:
             body = _pieces(request)
             answer = await self.intake.take(address, body, length=_length(request))
-        known = self.state.ledger.standing(address.region, address.fragment).known
+        known = self.state.ledger.region_record(address.region, address.fragment).known
         if known and known.clock == address.clock:
             request.state.digest = known.digest
         return self._fate(address, answer)
@@ -204,7 +204,7 @@ class Routes:
         return send(request, resource, self._sent)
 
     def _sent(self, count: int) -> None:
-        self.state.tally.bytes_down += count
+        self.state.totals.bytes_down += count
 
     async def weights(self, request: Request) -> Response:
         asked = _number(request, "version", -1) if "version" in request.query_params else None
@@ -277,14 +277,14 @@ class Routes:
         return build_status(self.coordinator, self._url())
 
     def _fragment(self, request: Request) -> int:
-        fragment, count = request.path_params["fragment"], len(self.state.recipe.sizes)
+        fragment, count = request.path_params["fragment"], len(self.state.settings.sizes)
         if fragment >= count:
             raise HttpRefusal("not-found", f"There is no fragment {fragment}, there are {count}.")
         return fragment
 
     async def _body(self, request: Request) -> bytes:
         """Reads a JSON body, which is short."""
-        limit = MOST_JSON_BYTES + 512 * len(self.state.recipe.sizes)
+        limit = MOST_JSON_BYTES + 512 * len(self.state.settings.sizes)
         if (length := _length(request)) and length > limit:
             raise too_large(length, limit)
         body = b""

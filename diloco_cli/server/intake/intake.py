@@ -205,7 +205,7 @@ class Intake:
         return known
 
     def _recorded(self, address: UploadAddress, frame: str) -> rounds.Recorded | None:
-        known = self._state.ledger.standing(address.region, address.fragment).known
+        known = self._state.ledger.region_record(address.region, address.fragment).known
         return rounds.Recorded(known) if known and known.digest == frame else None
 
     def _limit(self, address: UploadAddress) -> int:
@@ -262,8 +262,8 @@ class Intake:
     def _look(self, frame: Frame, norms: Norms, draft: Draft) -> tuple[str | None, Seen | None]:
         """Looks at every number, and keeps a frame in which nothing is wrong."""
         state = self._state
-        fragment = state.recipe.layout.fragments[frame.header.fragment]
-        unfit, squares = examine(frame, fragment, norms, state.recipe)
+        fragment = state.settings.layout.fragments[frame.header.fragment]
+        unfit, squares = examine(frame, fragment, norms, state.settings)
         if unfit is not None:
             return unfit, None
         assert squares is not None
@@ -295,7 +295,7 @@ class Intake:
     def _would_accept(self, receipt: Receipt, epoch: int) -> bool:
         """Looks ahead, to spare decoding what is decided anyway: retries above all."""
         state = self._state
-        standing = state.ledger.standing(receipt.region, receipt.fragment)
+        standing = state.ledger.region_record(receipt.region, receipt.fragment)
         sync = state.sync
         answer = rounds.admit(
             receipt, standing, epoch=epoch, alpha=sync.alpha, staleness=sync.staleness

@@ -3,8 +3,8 @@
     request ─▶ decide (core) ─▶ journal ─▶ ledger ─▶ flush ─▶ reply
     tick ─▶ actions (core) ─▶ journal ─▶ ledger ─▶ publish.py merges what is closed
 
-Every answer waits until all that was recorded before is on the disk, also when somebody
-else recorded it: nobody is ever told what a crash could take back.
+Every answer waits until all that was recorded before is on the disk, whichever request
+recorded it: no region is ever told what a crash could take back.
 """
 
 from __future__ import annotations
@@ -100,25 +100,29 @@ class Coordinator:
             self._heard(region)
         state.wake.set()
         epoch, high = answer.epoch, state.ledger.high(region)
-        return await state.said(lambda: Joined(**dict(self.news(region)), epoch=epoch, high=high))
+        return await state.answer_when_durable(
+            lambda: Joined(**dict(self.news(region)), epoch=epoch, high=high)
+        )
 
-    async def heartbeat(self, region: str, said: Heartbeat) -> News:
+    async def heartbeat(self, region: str, heartbeat: Heartbeat) -> News:
         """Renews a lease, takes the report, and answers with the news."""
-        self.check_epoch(region, said.epoch)
+        self.check_epoch(region, heartbeat.epoch)
         state = self.state
-        self._check_not_behind(region, [progress.version for progress in said.fragments])
+        self._check_not_behind(region, [progress.version for progress in heartbeat.fragments])
         self._heard(region)
-        presence = state.leases.all[region]
-        if said.stopping and not (presence.said and presence.said.stopping):
-            state.note("left", region=region, why=said.why)
-        presence.said = said
-        state.tally.account(region).hear(said)
-        if said.step_seconds > 0:
-            state.table.averages = pace.stepped(state.table.averages, region, said.step_seconds)
-        if said.heldout:
-            self._evaluated(region, said.heldout)
+        lease = state.leases.all[region]
+        if heartbeat.stopping and not lease.leaving:
+            state.note("left", region=region, why=heartbeat.why)
+        lease.heartbeat = heartbeat
+        state.totals.account(region).update_from_heartbeat(heartbeat)
+        if heartbeat.step_seconds > 0:
+            state.table.averages = pace.stepped(
+                state.table.averages, region, heartbeat.step_seconds
+            )
+        if heartbeat.heldout:
+            self._evaluated(region, heartbeat.heldout)
         state.wake.set()
-        return await state.said(lambda: self.news(region))
+        return await state.answer_when_durable(lambda: self.news(region))
 
     def news(self, region: str) -> News:
         """What this region should know now."""
@@ -143,15 +147,15 @@ class Coordinator:
 
     def _differing(self, region: str) -> dict[int, str]:
         """What a region says it holds of the newest versions and is not what was published."""
-        presence = self.state.leases.all.get(region)
-        held = presence.said.images if presence and presence.said else {}
+        lease = self.state.leases.all.get(region)
+        held = lease.heartbeat.images if lease and lease.heartbeat else {}
         newest = dict(enumerate(self.state.weights.newest))
         return {
-            fragment: one.digest
-            for fragment, one in held.items()
+            fragment: image.digest
+            for fragment, image in held.items()
             if fragment in newest
-            and one.version == newest[fragment].number
-            and one.digest != newest[fragment].digest
+            and image.version == newest[fragment].number
+            and image.digest != newest[fragment].digest
         }
 
     async def wait_news(self, region: str, *, epoch: int, after: int, wait: Seconds) -> News | None:
@@ -165,7 +169,7 @@ class Coordinator:
 
         await state.until(ready, wait)
         self.check_epoch(region, epoch)
-        return await state.said(lambda: self.news(region)) if ready() else None
+        return await state.answer_when_durable(lambda: self.news(region)) if ready() else None
 
     async def wait_version(self, fragment: int, *, after: int, wait: Seconds) -> Latest | None:
         """Answers as soon as a version newer than `after` exists; None if none does."""
@@ -186,7 +190,7 @@ class Coordinator:
             )
 
         await state.until(ready, wait)
-        return await state.said(build) if ready() else None
+        return await state.answer_when_durable(build) if ready() else None
 
     async def submit(
         self,
@@ -199,9 +203,11 @@ class Coordinator:
     ) -> rounds.Answer:
         """Decides on a contribution whose payload is durable; so is the decision, then."""
         state, fragment, region = self.state, receipt.fragment, receipt.region
+        # Intake asked before it kept the payload, to spare refused frames the disk. Meanwhile
+        # another frame of the region may have been decided: only this answer counts.
         answer = rounds.admit(
             receipt,
-            state.ledger.standing(region, fragment),
+            state.ledger.region_record(region, fragment),
             epoch=epoch,
             alpha=state.sync.alpha,
             staleness=state.sync.staleness,
@@ -209,19 +215,19 @@ class Coordinator:
         )
         totals = dict(totals or {})
         if isinstance(answer, Accept):
-            size = state.recipe.sizes[fragment]
+            size = state.settings.sizes[fragment]
             state.record(
                 FrameDecided(receipt, "pending", answer.why, totals, values=size, norm=norm)
             )
             self._arrived(fragment, region)
-            state.room_again("upload")
+            state.disk_has_room("upload")
         elif isinstance(answer, Refused):
             before = state.ledger.quarantined()
             sound = unfit is None
             state.record(FrameDecided(receipt, "refused", answer.why, totals, sound=sound))
             if region in state.ledger.quarantined() - before:
                 state.note("quarantined", region=region, why=state.ledger.conduct[region].why)
-                state.wake.set()  # Nobody waits for it any more.
+                state.wake.set()  # No round waits for it any more.
         elif isinstance(answer, Returned) and answer.sticky:
             state.record(FrameDecided(receipt, "returned", answer.why, totals))
         self._note_answer(receipt, answer)
@@ -288,9 +294,9 @@ class Coordinator:
         try:
             if not state.stopping and not state.ledger.finished:
                 wakes += self._advance(now)
-                state.room_again("journal")
+                state.disk_has_room("journal")
         except DiskFull as error:
-            state.no_room("journal", error)
+            state.disk_full("journal", error)
             wakes.append(now + RETRY_SECONDS)
         wakes += self._leave(now)
         return min((wake for wake in wakes if wake > now), default=None)
@@ -323,7 +329,7 @@ class Coordinator:
                 state.leases.undrain()
             case FinishRun(why):
                 state.record(RunFinished(why))
-                tokens = state.ledger.applied(state.recipe.sizes)
+                tokens = state.ledger.applied(state.settings.sizes)
                 state.note("run-finished", why=why, tokens=tokens)
                 state.finished_at = now
             case _:
@@ -339,7 +345,7 @@ class Coordinator:
             version=slot.version,
             members=list(closed.members),
             drain=closed.drain,
-            weights=[state.recipe.weight(receipt) for receipt in slot.closing.values()],
+            weights=[state.settings.weight(receipt) for receipt in slot.closing.values()],
             why=verdict.why,
         )
         state.table.rounds[fragment] = Round()
@@ -378,8 +384,8 @@ class Coordinator:
     # Inside
 
     def _check_join(self, region: str, asked: Join) -> None:
-        recipe = self.state.recipe
-        known = [each.name for each in recipe.spec.regions]
+        settings = self.state.settings
+        known = [each.name for each in settings.spec.regions]
         if region not in known:
             raise HttpRefusal(
                 "unknown-region",
@@ -389,8 +395,8 @@ class Coordinator:
         if asked.wire != WIRE_VERSION:
             raise other_wire(asked.wire)
         for what, theirs, ours in (
-            ("spec", asked.spec_digest, recipe.spec_digest),
-            ("layout", asked.layout_digest, recipe.layout.digest),
+            ("spec", asked.spec_digest, settings.spec_digest),
+            ("layout", asked.layout_digest, settings.layout.digest),
         ):
             if theirs != ours:
                 raise HttpRefusal(
@@ -411,14 +417,14 @@ class Coordinator:
         if silence is not None:
             self.state.note("revived", region=region, silent_seconds=round(silence, 1))
 
-    def _evaluated(self, region: str, said: HeldOut) -> None:
-        versions = list(said.versions)
+    def _evaluated(self, region: str, heldout: HeldOut) -> None:
+        versions = list(heldout.versions)
         self._check_not_behind(region, versions)
-        if all(known.versions != said.versions for known in self.state.ledger.evaluations):
-            self.state.record(WeightsEvaluated(said.versions, said.loss, region))
+        if all(known.versions != heldout.versions for known in self.state.ledger.evaluations):
+            self.state.record(WeightsEvaluated(heldout.versions, heldout.loss, region))
             steps = self.state.ledger.outer_steps
             self.state.note(
-                "evaluated", region=region, versions=versions, loss=said.loss, outer_steps=steps
+                "evaluated", region=region, versions=versions, loss=heldout.loss, outer_steps=steps
             )
 
     def _arrived(self, fragment: int, region: str) -> None:

@@ -73,9 +73,9 @@ class Publisher:
         while slot.closing:
             try:
                 await self._publish(fragment, tuple(slot.closing.values()))
-                state.room_again("version")
+                state.disk_has_room("version")
             except DiskFull as error:
-                state.no_room("version", error)
+                state.disk_full("version", error)
                 if state.stopping or state.closed:
                     return  # The next start takes it up.
                 await asyncio.sleep(RETRY_SECONDS)
@@ -117,7 +117,7 @@ class Publisher:
                 version.members,
                 stored=whole,
                 bytes=len(delta),
-                bytes_down=state.tally.bytes_down,
+                bytes_down=state.totals.bytes_down,
                 seconds=round(state.seconds, 3),
             )
         )
@@ -138,13 +138,13 @@ class Publisher:
         return is_due(rule, fragment, version.number, behind=behind, size=size)
 
     async def _tidy_up(self, fragment: int) -> None:
-        """Tidies, however often the disk must be asked: nobody would before the next start."""
+        """Tidies, however often the disk must be asked: the next tidying is at the next start."""
         state = self.state
         while True:
             try:
                 return await self._tidy(fragment)
             except DiskFull as error:
-                state.no_room("version", error)
+                state.disk_full("version", error)
                 if state.stopping or state.closed:
                     return
                 await asyncio.sleep(RETRY_SECONDS)
@@ -170,7 +170,7 @@ class Publisher:
                 return  # They are made again, or tidied up by the next start.
 
     async def _tidy(self, fragment: int) -> None:
-        """Puts away what is in the stored version, and what nobody needs any more.
+        """Puts away what is in the stored version, and what is needed no more.
 
         Only once that is on record: until then a crash computes it from these again.
         """
@@ -188,26 +188,26 @@ class Publisher:
     async def _compute(
         self, fragment: int, receipts: tuple[Receipt, ...]
     ) -> tuple[Version, bytes] | Spoiled:
-        # Apart from publishing: whoever waits for the disk must not hold the old version.
+        # Apart from publishing: what waits for the disk must not keep the old version alive.
         state, slot = self.state, self.state.ledger.slots[fragment]
-        recipe, store = state.recipe, state.store
-        about, old = recipe.layout.fragments[fragment], state.weights.newest[fragment]
-        known = [state.seen.pop(each.digest, None) for each in receipts]
-        seen = {each.digest: found for each, found in zip(receipts, known, strict=True) if found}
+        settings, store = state.settings, state.store
+        layout, old = settings.layout.fragments[fragment], state.weights.newest[fragment]
+        digests = [receipt.digest for receipt in receipts if receipt.digest in state.seen]
+        seen = {digest: state.seen.pop(digest) for digest in digests}
         drain = slot.drain
         return await self._in_thread(
-            lambda: next_version(recipe, store, old, about, receipts, drain=drain, seen=seen)
+            lambda: next_version(settings, store, old, layout, receipts, drain=drain, seen=seen)
         )
 
     def _drop(self, fragment: int, spoiled: Spoiled) -> list[str]:
-        """Takes members out of a round; says whose payloads nobody needs any more."""
+        """Takes members out of a round; says which payloads are needed no more."""
         state, slot = self.state, self.state.ledger.slots[fragment]
         dropped = []
         for region in spoiled.regions:
             receipt = slot.closing[region]
             dropped.append(receipt.digest)
             fate, why = spoiled.fate, spoiled.why
-            # A round that nobody can merge is nobody's fault in particular.
+            # When no member can be merged, none of them is to blame in particular.
             alone = fate == "refused" and len(spoiled.regions) == 1
             state.record(MemberDropped(fragment, region, fate, why, alone))
             what = {"region": region, "fragment": fragment, "version": slot.version}
@@ -217,7 +217,7 @@ class Publisher:
         return dropped
 
     def _note_published(self, fragment: int, version: Version, size: int, seconds: Seconds) -> None:
-        tokens = self.state.ledger.applied(self.state.recipe.sizes)
+        tokens = self.state.ledger.applied(self.state.settings.sizes)
         self.state.note(
             "published",
             fragment=fragment,

@@ -1,6 +1,6 @@
 """The state of a run, in one place: what is durable, what is only remembered.
 
-    durable, by the journal     ledger (decides), tally (counts)
+    durable, by the journal     ledger (decides), totals (count)
     memory, rebuilt at start    leases, reports, timers of open rounds, averages
 
 Everything here belongs to one event loop. Between two awaits nothing else runs, so a
@@ -42,26 +42,26 @@ class State:
 
     def __init__(
         self,
-        recipe: ServerSettings,
+        settings: ServerSettings,
         store: RunStore,
         ledger: Ledger,
-        tally: RunTotals,
+        totals: RunTotals,
         weights: PublishedVersions,
         *,
         clock: Callable[[], Seconds] = time.monotonic,
         wall: Callable[[], Seconds] = time.time,
         note: Callable[..., None] = lambda kind, **fields: None,
     ) -> None:
-        self.recipe, self.store, self.weights = recipe, store, weights
-        self.spec, self.sync = recipe.spec, recipe.spec.sync
-        self.ledger, self.tally = ledger, tally
+        self.settings, self.store, self.weights = settings, store, weights
+        self.spec, self.sync = settings.spec, settings.spec.sync
+        self.ledger, self.totals = ledger, totals
         self.clock, self.wall, self.note = clock, wall, note
         self.began = now = clock()
-        self.served_before = tally.seconds
+        self.served_before = totals.seconds
         self.leases = Leases(ledger.regions, self.spec.server.lease, now=now)
         self.table = RoundTable.reopened(ledger, self.sync, now=now)
         self.terms = RunTerms(
-            self.sync, recipe.sizes, self.spec.budget.tokens, self.spec.server.lease
+            self.sync, settings.sizes, self.spec.budget.tokens, self.spec.server.lease
         )
         self.seen: dict[str, Seen] = {}
         """What is known of payloads that wait, by digest: spares a merge another look."""
@@ -71,7 +71,7 @@ class State:
         self.stopping = ""
         self.everyone = False
         """Regions are to stop as well; otherwise only this server does."""
-        self._no_room: dict[str, tuple[Seconds, str]] = {}
+        self._full: dict[str, tuple[Seconds, str]] = {}
         """What the disk had no room for, by what was to be written: when and in which words."""
         self.failure: BaseException | None = None
         self.closed = False
@@ -126,7 +126,7 @@ class State:
         record = replace(record, time=round(self.wall(), 3))
         number = self.commit.append(encode(record))
         self.ledger.apply(number, record)
-        self.tally.apply(record)
+        self.totals.apply(record)
 
     def snapshot(self) -> int:
         """Journals all that the journal amounts to; gives the record's number.
@@ -134,12 +134,12 @@ class State:
         It changes nothing here, so it is not applied: others hold parts of the ledger.
         """
         now = round(self.wall(), 3)
-        snapshot = Snapshot(self.ledger.snapshot(), self.tally.snapshot(), time=now)
+        snapshot = Snapshot(self.ledger.snapshot(), self.totals.snapshot(), time=now)
         number = self.commit.append(encode(snapshot))
         reach("snapshot.recorded")
         return number
 
-    async def said(self, build: Callable[[], T]) -> T:
+    async def answer_when_durable(self, build: Callable[[], T]) -> T:
         """Builds an answer, and lets it out once everything it rests on is on the disk."""
         answer = build()
         await self.commit.durable()
@@ -157,21 +157,21 @@ class State:
         """What keeps the rounds from going on, in words; empty while nothing does."""
         # An upload is tried again within seconds. If it is not, its sender is gone.
         oldest = self.clock() - UPLOAD_TROUBLE_SECONDS
-        for what, (when, why) in self._no_room.items():
+        for what, (when, why) in self._full.items():
             if what != "upload" or when > oldest:
                 return why
         return ""
 
-    def no_room(self, what: Written, error: DiskFull) -> None:
+    def disk_full(self, what: Written, error: DiskFull) -> None:
         """Remembers that the disk refused something, so that people hear of it."""
         why = f"{error.message} {error.hint or ''}".strip()
         if not self.trouble:
             self.note("note", why=why)
-        self._no_room[what] = (self.clock(), why)
+        self._full[what] = (self.clock(), why)
 
-    def room_again(self, what: Written) -> None:
+    def disk_has_room(self, what: Written) -> None:
         """Forgets the trouble with something that could be written now."""
-        self._no_room.pop(what, None)
+        self._full.pop(what, None)
 
     def announce(self) -> None:
         """Lets everyone who waits look again."""

@@ -1,6 +1,6 @@
 """What do the journal and the reports add up to?
 
-The ledger knows what decides; the tally knows what people want to see: tokens by fate,
+The ledger holds what decides; these totals hold what people want to see: tokens by fate,
 shares, bytes, times. It is a fold over the same records, so a restarted server does not
 forget who did what. Nothing is ever decided on it.
 
@@ -40,7 +40,7 @@ from diloco_cli.server.settings import ServerSettings
 from diloco_cli.wire.messages import Heartbeat, Tokens
 
 FATES = ("trained", "applied", "pending", "refused", "discarded")
-SUMS = (
+SNAPSHOT_FIELDS = (
     "shares",
     "rounds",
     "merged_at",
@@ -53,10 +53,10 @@ SUMS = (
     "elapsed",
     "published_at",
 )
-"""What a snapshot keeps as it is."""
+"""Sums that a snapshot keeps as they are."""
 
-SAID = ("reported", "worked", "lost", "pace")
-"""What an account knows from reports; no snapshot keeps it, every heartbeat says it again."""
+REPORTED_FIELDS = ("reported", "worked", "lost", "pace")
+"""What an account knows from heartbeats; no snapshot keeps it, each heartbeat brings it anew."""
 
 REST = 600.0
 """A server that is away for longer was not down but stopped, and the run rested."""
@@ -94,34 +94,33 @@ class RegionTotals:
     """Tokens trained and lost with a trainer that died, as the region says."""
     pace: float = 0.0
 
-    def hear(self, said: Heartbeat) -> None:
-        """Takes the region's newest word."""
-        self.reported, self.worked, self.lost = said.tokens, said.worked, said.lost
-        self.pace = said.pace
+    def update_from_heartbeat(self, heartbeat: Heartbeat) -> None:
+        self.reported, self.worked = heartbeat.tokens, heartbeat.worked
+        self.lost, self.pace = heartbeat.lost, heartbeat.pace
 
-    def books(self, fragment: int) -> TokenFates:
-        """The region's newest word on a fragment, with the server's own `applied`.
+    def fates(self, fragment: int) -> TokenFates:
+        """The region's newest report on a fragment, with the server's own `applied`.
 
-        A trainer that died right after posting has said more in the frame than in any
-        heartbeat, so the word that knows of more training counts.
+        A trainer that died right after posting has reported more in the frame than in any
+        heartbeat, so the report that knows of more training counts.
         """
-        said = self.posted.get(fragment)
+        report = self.posted.get(fragment)
         if self.reported is not None:
             heard = TokenFates(*(getattr(self.reported, fate)[fragment] for fate in FATES))
-            said = heard if said is None or heard.trained >= said.trained else said
+            report = heard if report is None or heard.trained >= report.trained else report
         applied = self.applied[fragment]
-        if said is None:
+        if report is None:
             return TokenFates(trained=applied, applied=applied)
         # What is merged but not yet adopted is still pending in the region's own books.
-        pending = said.pending - (applied - said.applied)
-        return TokenFates(said.trained, applied, pending, said.refused, said.discarded)
+        pending = report.pending - (applied - report.applied)
+        return TokenFates(report.trained, applied, pending, report.refused, report.discarded)
 
 
 class RunTotals:
     """Sums over a run's journal and its regions' reports."""
 
-    def __init__(self, recipe: ServerSettings) -> None:
-        self._recipe = recipe
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
         self.accounts: dict[tuple[str, str], RegionTotals] = {}
         self.shares: dict[str, float] = {}
         """Sum over rounds of each region's share of the merged weight."""
@@ -169,7 +168,7 @@ class RunTotals:
                 "region": region,
                 "owner": owner,
                 "applied": list(account.applied),
-                "posted": {str(f): asdict(books) for f, books in account.posted.items()},
+                "posted": {str(f): asdict(fates) for f, fates in account.posted.items()},
             }
             for (region, owner), account in self.accounts.items()
         ]
@@ -177,24 +176,24 @@ class RunTotals:
             {"region": region, "fragment": fragment, "owner": owner, "receipt": asdict(receipt)}
             for (region, fragment), (owner, receipt) in self._waiting.items()
         ]
-        sums = {name: getattr(self, name) for name in SUMS}
+        sums = {name: getattr(self, name) for name in SNAPSHOT_FIELDS}
         return {"accounts": accounts, "waiting": waiting, "owner": dict(self._owner), **sums}
 
     def _restore(self, record: Entry) -> None:
         before, self.accounts = self.accounts, {}
         for each in record["accounts"]:
             key = (each["region"], each["owner"])
-            posted = {int(f): TokenFates(**books) for f, books in each["posted"].items()}
+            posted = {int(f): TokenFates(**fates) for f, fates in each["posted"].items()}
             self.accounts[key] = RegionTotals(list(each["applied"]), posted)
             if known := before.get(key):
-                kept = {name: getattr(known, name) for name in SAID}
+                kept = {name: getattr(known, name) for name in REPORTED_FIELDS}
                 self.accounts[key] = replace(self.accounts[key], **kept)
         self._waiting = {
             (each["region"], each["fragment"]): (each["owner"], Receipt(**each["receipt"]))
             for each in record["waiting"]
         }
         self._owner = dict(record["owner"])
-        for name in SUMS:
+        for name in SNAPSHOT_FIELDS:
             kept = record[name]
             setattr(self, name, dict(kept) if isinstance(kept, dict) else kept)
 
@@ -202,17 +201,17 @@ class RunTotals:
         """The account of the folder that speaks for the region now."""
         key = (region, self._owner.get(region, ""))
         if key not in self.accounts:
-            self.accounts[key] = RegionTotals([0.0] * len(self._recipe.sizes))
+            self.accounts[key] = RegionTotals([0.0] * len(self._settings.sizes))
         return self.accounts[key]
 
     def _decided(self, record: FrameDecided) -> None:
         receipt = record.receipt
         if totals := record.totals:
-            said = TokenFates(
+            fates = TokenFates(
                 **{fate: totals.get(fate, 0.0) for fate in FATES if fate != "pending"}
             )
-            pending = TokenFates(said.trained, said.applied, said.gap, said.refused, said.discarded)
-            self.account(receipt.region).posted[receipt.fragment] = pending
+            fates = replace(fates, pending=fates.gap)
+            self.account(receipt.region).posted[receipt.fragment] = fates
         if record.fate == "pending":
             owner = self._owner.get(receipt.region, "")
             self._waiting[receipt.region, receipt.fragment] = (owner, receipt)
@@ -223,7 +222,7 @@ class RunTotals:
         for region in record.members:
             owner, receipt = self._waiting.pop((region, fragment))
             self.accounts[region, owner].applied[fragment] += receipt.tokens
-            weights[region] = self._recipe.weight(receipt)
+            weights[region] = self._settings.weight(receipt)
             self.merged_at[region] = record.time or 0.0
         for region, weight in weights.items():
             share = weight / sum(weights.values())
@@ -234,7 +233,7 @@ class RunTotals:
             self.elapsed = self.elapsed_at(record.seconds, record.time)
             self.published_at = record.time
         self.delta_bytes += record.bytes
-        self.delta_values += self._recipe.sizes[fragment]
+        self.delta_values += self._settings.sizes[fragment]
         self.bytes_down = max(self.bytes_down, record.bytes_down)
         self.seconds = max(self.seconds, record.seconds)
 
@@ -251,12 +250,12 @@ class RunTotals:
     def effort(self, region: str) -> Effort:
         """What a region has done, all its folders together."""
         own = [account for (name, _), account in self.accounts.items() if name == region]
-        sizes = self._recipe.sizes
+        sizes = self._settings.sizes
         sums = TokenFates()
         for account in own:
             for fragment, size in enumerate(sizes):
-                books = account.books(fragment)
-                sums += TokenFates(*(getattr(books, fate) * size / sum(sizes) for fate in FATES))
+                fates = account.fates(fragment)
+                sums += TokenFates(*(getattr(fates, fate) * size / sum(sizes) for fate in FATES))
         return Effort(
             worked=sum(account.worked for account in own),
             trained=sums.trained + sum(account.lost for account in own),
@@ -271,7 +270,7 @@ class RunTotals:
 
     def applied(self, region: str) -> float:
         """Tokens of the region that were merged: each fragment's, averaged with their sizes."""
-        sizes = self._recipe.sizes
+        sizes = self._settings.sizes
         merged = [account.applied for (name, _), account in self.accounts.items() if name == region]
         return sum(size * own[n] for own in merged for n, size in enumerate(sizes)) / sum(sizes)
 
@@ -279,21 +278,15 @@ class RunTotals:
         """The region's mean share of the weight merged in a round; None before any round."""
         return self.shares.get(region, 0.0) / self.rounds if self.rounds else None
 
-    def books(self, *, finished: bool) -> list[TokenFates]:
+    def fates(self, *, finished: bool) -> list[TokenFates]:
         """Sums the accounts, fragment by fragment; after the end nothing is pending any more."""
         sums = []
-        for fragment in range(len(self._recipe.sizes)):
+        for fragment in range(len(self._settings.sizes)):
             total = TokenFates()
             for account in self.accounts.values():
-                total += account.books(fragment)
+                total += account.fates(fragment)
             if finished:
-                total = TokenFates(
-                    total.trained,
-                    total.applied,
-                    0.0,
-                    total.refused,
-                    total.discarded + total.pending,
-                )
+                total = replace(total, pending=0.0, discarded=total.discarded + total.pending)
             sums.append(total)
         return sums
 
@@ -303,14 +296,14 @@ class RunTotals:
         `applied` are the ledger's own sums, one for each fragment.
         """
         # A blend scales work by its share, which rounds; all else is whole numbers.
-        rounding = 0.0 if self._recipe.spec.sync.alpha in (0.0, 1.0) else 1e-9
+        rounding = 0.0 if self._settings.spec.sync.alpha in (0.0, 1.0) else 1e-9
         for fragment, expected in enumerate(applied):
-            every = [account.books(fragment) for account in self.accounts.values()]
-            for books in every:
-                slack = rounding * max(1.0, books.trained)
-                if abs(books.gap) > slack or books.pending < -slack:
+            every = [account.fates(fragment) for account in self.accounts.values()]
+            for fates in every:
+                slack = rounding * max(1.0, fates.trained)
+                if abs(fates.gap) > slack or fates.pending < -slack:
                     return False
-            found = sum(books.applied for books in every)
-            if abs(found - expected) > rounding * max(1.0, expected):
+            applied_here = sum(fates.applied for fates in every)
+            if abs(applied_here - expected) > rounding * max(1.0, expected):
                 return False
         return True

@@ -54,7 +54,7 @@ async def test_a_restart_stands_where_the_last_server_stood(tmp_path):
     bench.restart()
     assert bench.digests() == digests
     assert bench.state.ledger == ledger
-    assert bench.state.tally.shares.keys() == {"iowa", "paris", "tokyo"}
+    assert bench.state.totals.shares.keys() == {"iowa", "paris", "tokyo"}
 
 
 @in_a_loop

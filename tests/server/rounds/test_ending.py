@@ -284,7 +284,7 @@ async def test_books_that_do_not_add_up_are_not_called_balanced(tmp_path):
 async def test_work_merged_twice_is_not_called_balanced(tmp_path):
     bench = await ended(tmp_path)
     await drain(bench)
-    bench.state.tally.account("paris").applied[0] += 192
+    bench.state.totals.account("paris").applied[0] += 192
     bench.state.ledger.slots[0].applied["paris"] += 192
     assert build_summary(bench.server).balanced is False
 

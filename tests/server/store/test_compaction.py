@@ -59,10 +59,10 @@ async def test_the_disk_stays_bounded_and_a_restart_stands_at_the_same_place(tmp
     assert (tmp_path / "server" / "journal").stat().st_size < 6 * SMALL
     await bench.send("paris", 1)
     digests, ledger = bench.digests(), bench.state.ledger
-    tally = bench.state.tally.snapshot()
+    tally = bench.state.totals.snapshot()
     bench.restart()
     assert bench.digests() == digests and bench.state.ledger == ledger
-    assert bench.state.tally.snapshot() == tally
+    assert bench.state.totals.snapshot() == tally
     await bench.round(0)
     assert bench.versions[0] == 15
 

@@ -137,18 +137,18 @@ def _payloads_dropped_too_early() -> list[Change]:
 
 
 def _retries_forgotten() -> list[Change]:
-    def admit(receipt: Any, standing: Any, **options: Any) -> Any:
-        standing = replace(standing, known=None, merged=receipt.prev)
-        return real(receipt, standing, **options)
+    def admit(receipt: Any, record: Any, **options: Any) -> Any:
+        record = replace(record, known=None, merged=receipt.prev)
+        return real(receipt, record, **options)
 
     real = rounds.admit
     return [(coordinator.rounds, "admit", admit)]
 
 
 def _epochs_ignored() -> list[Change]:
-    def admit(receipt: Any, standing: Any, *, epoch: int, **options: Any) -> Any:
-        standing = replace(standing, epoch=epoch, merged=receipt.prev, known=None)
-        return real(receipt, standing, epoch=epoch, **options)
+    def admit(receipt: Any, record: Any, *, epoch: int, **options: Any) -> Any:
+        record = replace(record, epoch=epoch, merged=receipt.prev, known=None)
+        return real(receipt, record, epoch=epoch, **options)
 
     real = rounds.admit
     return [

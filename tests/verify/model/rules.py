@@ -34,11 +34,11 @@ def _may_answer_again(book: unmerged_work.Book, called: int | None) -> bool:
     return called is not None and called >= book.version and book.held.steps >= 1
 
 
-def _newest_wins(receipt: Any, standing: rounds.RegionRecord, **rest: Any) -> rounds.Answer:
-    known = standing.known
+def _newest_wins(receipt: Any, record: rounds.RegionRecord, **rest: Any) -> rounds.Answer:
+    known = record.known
     if known and known.fate == "pending" and known.digest != receipt.digest:
-        standing = replace(standing, known=replace(known, fate="returned"))
-    return _ADMIT(receipt, standing, **rest)
+        record = replace(record, known=replace(known, fate="returned"))
+    return _ADMIT(receipt, record, **rest)
 
 
 def _checkpoint_only(saved: Any, outbox: Any, alpha: float) -> Any:
@@ -53,28 +53,26 @@ def _named_by_steps(book: unmerged_work.Book, clock: int) -> tuple[unmerged_work
     return replace(posted, flight=replace(posted.flight, clock=name), posted=name), name
 
 
-def _same_name_same_frame(
-    receipt: Any, standing: rounds.RegionRecord, **rest: Any
-) -> rounds.Answer:
-    known = standing.known
-    if known and known.clock == receipt.clock and rest["epoch"] == standing.epoch:
+def _same_name_same_frame(receipt: Any, record: rounds.RegionRecord, **rest: Any) -> rounds.Answer:
+    known = record.known
+    if known and known.clock == receipt.clock and rest["epoch"] == record.epoch:
         return rounds.Recorded(known)
-    return _ADMIT(receipt, standing, **rest)
+    return _ADMIT(receipt, record, **rest)
 
 
-def _any_predecessor(receipt: Any, standing: rounds.RegionRecord, **rest: Any) -> rounds.Answer:
-    return _ADMIT(replace(receipt, prev=standing.merged), standing, **rest)
+def _any_predecessor(receipt: Any, record: rounds.RegionRecord, **rest: Any) -> rounds.Answer:
+    return _ADMIT(replace(receipt, prev=record.merged), record, **rest)
 
 
-def _forgetful(receipt: Any, standing: rounds.RegionRecord, **rest: Any) -> rounds.Answer:
-    known = standing.known
+def _forgetful(receipt: Any, record: rounds.RegionRecord, **rest: Any) -> rounds.Answer:
+    known = record.known
     if known and known.digest == receipt.digest:
-        standing = replace(standing, known=None)
-    return _ADMIT(receipt, standing, **rest)
+        record = replace(record, known=None)
+    return _ADMIT(receipt, record, **rest)
 
 
-def _too_old(receipt: Any, standing: rounds.RegionRecord, **rest: Any) -> rounds.Answer:
-    return _ADMIT(receipt, standing, **{**rest, "alpha": 0.0})
+def _too_old(receipt: Any, record: rounds.RegionRecord, **rest: Any) -> rounds.Answer:
+    return _ADMIT(receipt, record, **{**rest, "alpha": 0.0})
 
 
 def _subtract_at_once(

@@ -134,7 +134,7 @@ class Server(Process):
         reply(Welcome(answer.epoch, self.ledger.high(region)))
 
     def heartbeat(self, region: str, owner: str, epoch: int, beat: Beat, reply: Reply) -> None:
-        if epoch != self.ledger.standing(region, 0).epoch:
+        if epoch != self.ledger.region_record(region, 0).epoch:
             reply(Fenced())
             return
         self.audit.spoke(region, epoch, owner)
@@ -197,7 +197,7 @@ class Server(Process):
     def _admit(self, frame: Frame, epoch: int, unfit: str | None) -> rounds.Answer:
         return rounds.admit(
             frame.receipt(),
-            self.ledger.standing(frame.region, frame.fragment),
+            self.ledger.region_record(frame.region, frame.fragment),
             epoch=epoch,
             alpha=self.sync.alpha,
             staleness=self.sync.staleness,

@@ -170,7 +170,7 @@ class Rehearsal:
     async def run(self, rounds: int) -> float:
         """Plays so many rounds of every fragment; gives the held-out loss of the weights."""
         for name, region in self.regions.items():
-            recipe = self.state.recipe
+            recipe = self.state.settings
             joined = await self.server.join(
                 name,
                 Join(
