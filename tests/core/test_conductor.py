@@ -23,7 +23,7 @@ from diloco_cli.core.journal_records import (
 )
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.core.pace import Report
-from diloco_cli.core.rounds import Receipt, Round
+from diloco_cli.core.rounds import Receipt
 from diloco_cli.spec.schema import GraceSpec, SyncSpec
 
 SYNC = SyncSpec(fragments=1, every=4, quorum=1, grace=GraceSpec(kind="fixed", seconds=5.0))
