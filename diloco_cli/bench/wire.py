@@ -127,7 +127,7 @@ def _copy(values: np.ndarray, into: np.ndarray, threads: int) -> None:
 def size_figures(
     way: str, codec: dict[str, Any], vectors: Sequence[np.ndarray], bits: float, error: float
 ) -> list[dict[str, Any]]:
-    """Measures whole frames: bits a parameter, and the error as a share of the length.
+    """Measures whole frames: bits per parameter, and the error as a share of the length.
 
     Their limit is what no code can beat if the values are Gaussian: one bit halves the
     error.

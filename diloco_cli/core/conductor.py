@@ -204,8 +204,8 @@ def _finish(
     if not seen.undrained:
         if seen.gone:
             missing = ", ".join(seen.gone)
-            return FinishRun(f"every region but {missing}, not waited for, has given all it held")
-        return FinishRun("every region has given all it held")
+            return FinishRun(f"token budget reached; not waited for: {missing}")
+        return FinishRun("token budget reached")
     if now < limit:
         return [table.ended_at + 2 * terms.lease, limit]
     return FinishRun(f"{', '.join(seen.undrained)} gave nothing for {now - limit + patience:.0f} s")

@@ -111,7 +111,7 @@ def _every(scenario: Scenario, target: float, slowest: float) -> int:
 
 def _coarser(way: str, bits: float, old: float, need: float) -> str:
     return (
-        f"{bits:g} bits a parameter {way} instead of {old:g}: the line needs "
+        f"{bits:g} bits per parameter {way} instead of {old:g}: the line needs "
         f"{gbit(need * bits / old)} instead of {gbit(need)}"
     )
 

@@ -225,7 +225,7 @@ def _done(coordinator: Coordinator, name: str) -> bool:
 def _region_why(coordinator: Coordinator, name: str, lease: Lease | None) -> str:
     state = coordinator.state
     if lease is None:
-        return f"has not joined yet; start it with `diloco work … --region {name}`"
+        return f"not joined yet (`diloco work … --region {name}`)"
     now, heartbeat = state.clock(), lease.heartbeat
     if _done(coordinator, name):
         return ""

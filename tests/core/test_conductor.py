@@ -75,9 +75,9 @@ def test_a_merged_budget_ends_the_run_before_anything_else():
 
 
 def test_a_drained_run_is_finished_and_names_those_it_did_not_wait_for():
-    assert look(RunEnded("budget")).actions == [FinishRun("every region has given all it held")]
+    assert look(RunEnded("budget")).actions == [FinishRun("token budget reached")]
     (finish,) = look(RunEnded("budget"), gone=["paris"]).actions
-    assert isinstance(finish, FinishRun) and "but paris, not waited for" in finish.why
+    assert isinstance(finish, FinishRun) and "not waited for: paris" in finish.why
 
 
 def test_a_run_waits_for_held_work_and_gives_up_when_none_comes():

@@ -6,13 +6,12 @@ connect, `tokens.json` for who is who. Doing the same thing twice changes nothin
 
 from __future__ import annotations
 
-import os
+import math
 import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 from diloco_cli.errors import SpecError
@@ -29,6 +28,7 @@ from diloco_cli.server.access.tokens import (
     read_entries,
 )
 from diloco_cli.system.files import disk_errors, keep_bytes, make_folder
+from diloco_cli.system.locks import FileLock
 
 FOLDERS: dict[Role, str] = {"upload": "regions", "read": "readers", "admin": "admins"}
 OPERATOR = "operator"
@@ -59,12 +59,8 @@ class CredentialFolder:
     def _open(self) -> Iterator[None]:
         """Two commands at once would lose one of two changes."""
         make_folder(self.folder)
-        handle = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            flock(handle, LOCK_EX)
+        with FileLock(self.folder / "lock", mode=0o600).held(wait=math.inf):
             yield
-        finally:
-            os.close(handle)
 
     def found(self, run: str, hosts: Sequence[str], days: int) -> list[str]:
         """Makes what is missing, and says what that was."""

@@ -253,7 +253,7 @@ class Routes:
         return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
 
     async def stop(self, request: Request) -> Response:
-        self.coordinator.stop("somebody asked for it")
+        self.coordinator.stop("by request")
         return JSONResponse({"state": self.state.phase, "run": self.state.store.run}, 202)
 
     async def metrics(self, request: Request) -> Response:

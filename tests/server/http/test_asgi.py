@@ -480,7 +480,7 @@ async def test_people_find_status_metrics_health_and_a_page(tmp_path):
         paris = next(each for each in said["regions"] if each["name"] == "paris")
         assert paris["alive"] and paris["contributing"] and paris["share"] == 0.5
         iowa = next(each for each in said["regions"] if each["name"] == "iowa")
-        assert not iowa["alive"] and "has not joined" in iowa["why"]
+        assert not iowa["alive"] and "not joined yet" in iowa["why"]
         assert said["wire"]["bits_per_parameter_up"] > 4
         metrics = (await client.get("/metrics")).text
         assert 'diloco_region_alive{region="paris"} 1.0' in metrics

@@ -32,7 +32,7 @@ async def test_the_budget_ends_the_run_and_the_drain_finishes_it(tmp_path):
     await drain(bench, "iowa", "paris")
     assert not bench.state.ledger.finished
     await drain(bench, "tokyo")
-    assert bench.state.ledger.finished == "every region has given all it held"
+    assert bench.state.ledger.finished == "token budget reached"
     assert bench.state.phase == "finished"
     bench.restart()
     assert bench.state.phase == "finished"

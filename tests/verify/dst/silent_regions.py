@@ -36,7 +36,8 @@ class Silence:
             self.excused = {
                 region
                 for region, at in self._heard.items()
-                if f"{region}, not waited for" in record.why and self._is_over(at, now)
+                if region in record.why.partition("not waited for: ")[2].split(", ")
+                and self._is_over(at, now)
             }
 
     def _is_over(self, heard: float, now: float) -> bool:

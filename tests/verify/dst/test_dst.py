@@ -85,7 +85,7 @@ def test_a_region_that_sleeps_through_the_end_is_waited_for_two_leases_and_no_lo
 
 
 def test_only_silence_of_two_leases_after_the_end_excuses_a_region():
-    why = "every region but paris, not waited for, has given all it held"
+    why = "token budget reached; not waited for: paris"
 
     def excused(heard: float, finished: float, why: str = why) -> set[str]:
         silence = Silence(5.0)
@@ -98,4 +98,4 @@ def test_only_silence_of_two_leases_after_the_end_excuses_a_region():
     assert excused(heard=18.0, finished=30.0) == {"paris"}
     assert excused(heard=18.0, finished=29.9) == set()
     assert excused(heard=21.0, finished=30.5) == set()
-    assert excused(heard=18.0, finished=30.0, why="every region has given all it held") == set()
+    assert excused(heard=18.0, finished=30.0, why="token budget reached") == set()
