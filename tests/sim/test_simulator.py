@@ -82,7 +82,7 @@ def test_the_live_core_decides():
     decides = [
         *(rounds.admit, rounds.called, rounds.joined, rounds.decide),
         *(pace.due, pace.grace, pace.usual_answer, pace.stepped, pace.answered, pace.met),
-        *(pace.published, ledger.Ledger.apply, ledger.Ledger.standing),
+        *(pace.published, ledger.Ledger.apply, ledger.Ledger.region_record),
         *(
             unmerged_work.may_answer,
             unmerged_work.post,

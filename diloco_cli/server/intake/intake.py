@@ -209,7 +209,7 @@ class Intake:
         return rounds.Recorded(known) if known and known.digest == frame else None
 
     def _limit(self, address: UploadAddress) -> int:
-        recipe = self._state.recipe
+        recipe = self._state.settings
         return most_bytes(recipe.sizes[address.fragment], recipe.up)
 
     @contextmanager
@@ -288,7 +288,7 @@ class Intake:
         if isinstance(frame, HttpRefusal):
             raise frame
         draft.release_pages()  # It may have to wait for its turn to be looked at.
-        if why := misaddressed(frame, address, self._state.recipe, self._state.store.run):
+        if why := misaddressed(frame, address, self._state.settings, self._state.store.run):
             raise HttpRefusal("mismatch", why, _MISMATCH, fate="refused", why=why)
         return frame
 
