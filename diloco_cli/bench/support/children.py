@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -40,13 +41,34 @@ def child(target: Callable[..., object], *args: Any) -> Iterator[BaseProcess]:
 
 
 def start(process: BaseProcess) -> None:
-    """Starts a process that does not hear Ctrl-C, which is for whoever started it."""
-    resource_tracker.ensure_running()  # Begun with the first process, it would let Ctrl-C in.
+    """Starts a process that does not receive Ctrl-C, which is for its parent."""
+    resource_tracker.ensure_running()  # Started with the first process, it would let Ctrl-C in.
+    with _signals_later():
+        process.start()
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Handles signals after the block: a child whose parent leaves in mid-start has a traceback.
+
+    The mask is what the child inherits. It covers this thread only, and a signal that another
+    thread receives is handled in the main thread as well, so the handlers are replaced, too.
+    """
+    received: list[int] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if callable(signal.getsignal(number)):
+                handlers[number] = signal.signal(number, lambda came, _: received.append(came))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process.start()
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # Ctrl-C may have come meanwhile.
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def end(process: BaseProcess) -> None:

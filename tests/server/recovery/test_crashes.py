@@ -136,7 +136,7 @@ async def test_dying_anywhere_while_closing_gives_the_same_version(
     store: Any = disturbed.state.store
     where: dict[str, tuple[Any, str]] = {
         "merge": (merging, "combine"),
-        "step": (merging, "advance"),
+        "step": (merging, "outer_step"),
         "store": (store, "publish"),
         "journal": (store.journal, "sync"),
         "forget": (store.blobs, "move"),

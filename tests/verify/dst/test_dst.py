@@ -16,7 +16,7 @@ from tests.verify.dst.run_seed import play
 from tests.verify.dst.seeded_run import silenced, swept
 from tests.verify.dst.silent_regions import Silence
 
-RUNS = 24
+RUNS = 40
 
 PATIENCE = 60
 """Seeds within which each of these planted defects must show; `make dst` looks for all."""
