@@ -2,8 +2,8 @@
 
 Names, types and defaults come from the fields; the meaning from the string under each
 field, which only the source has. So nothing is written down twice. Pydantic can read these
-strings too (`use_attribute_docstrings`), but does so at every import, and half again as long
-an import of the spec is too much for commands that never show them.
+strings too (`use_attribute_docstrings`), but does so at every import, which every command
+would pay for although few show them.
 """
 
 from __future__ import annotations
