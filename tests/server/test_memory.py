@@ -72,12 +72,12 @@ def test_a_server_that_is_ready_has_what_merges_need_and_no_compiler():
 
 def test_a_draft_at_rest_has_its_bytes_and_takes_no_memory(tmp_path):
     data = bytes(range(256)) * 4096
-    draft = Draft(tmp_path / "upload")
+    draft = Draft(tmp_path / "draft-at-rest")  # A name that no other mapping has.
     draft.write(data)
     view = draft.view()
-    assert view == data and resident("self", "upload") > 0.9
+    assert view == data and resident("self", "draft-at-rest") > 0.9
     draft.release_pages()
-    assert resident("self", "upload") == 0
+    assert resident("self", "draft-at-rest") == 0
     assert view == data
     draft.discard()
     draft.release_pages()  # Nothing to release.
