@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: install demo check test lint model dst killloop powercut load poison chaos fuzz schema rehearse bench quality docs clean
+.PHONY: install demo check test lint model dst killloop amendments powercut load poison lies chaos fuzz schema rehearse bench quality scavenging hundred-million docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -21,8 +21,12 @@ install: .venv/.stamp            ## the command `diloco` in .venv
 	@$(PIP) -e '.[test]'
 	@touch $@
 
-demo: install                    ## two regions pretrain one model on this machine
+PROMPT ?= def __init__(self,
+
+demo: install                    ## two regions pretrain one model on this machine; what it writes before and after
 	$(BIN)/diloco run pipelines/quickstart.yaml
+	$(BIN)/diloco generate runs/quickstart --version 0 --prompt '$(PROMPT)' --temperature 0.5
+	$(BIN)/diloco generate runs/quickstart --prompt '$(PROMPT)' --temperature 0.5
 
 check: lint                      ## lint and every quick test: for the time between two edits
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not live" --ignore tests/verify --ignore tests/bench
@@ -50,6 +54,9 @@ dst: .venv/.stamp-test           ## the real server on simulated bad days: make 
 killloop: .venv/.stamp-test      ## 1,000 SIGKILLs of a server under load; goes on where it stopped
 	nice -n 10 $(BIN)/python -m tests.verify.durability.killloop --kills 1000 --results build/killloop.jsonl
 
+amendments: .venv/.stamp-test    ## 50 amendments of a run under load, 20 SIGKILLs of its server
+	nice -n 10 $(BIN)/python -m tests.verify.durability.amendments --amendments 50 --kills 20
+
 powercut: .venv/.stamp-test      ## 200 power cuts of a server's disk; needs root
 	nice -n 10 $(BIN)/python -m tests.verify.durability.powercut --cuts 200
 
@@ -64,6 +71,14 @@ fuzz: .venv/.stamp-test          ## a million bad inputs for each decoder and en
 
 poison: .venv/.stamp-test        ## one region of eight lies, in every way we know
 	$(BIN)/python -m tests.verify.poison.lying_region
+
+lies: .venv/.stamp-test          ## a hundred thousand frames whose headers say anything
+	$(BIN)/python -m tests.verify.poison.lying_frames
+
+trainers: .venv/.stamp-test      ## loops of others: 20 SIGKILLs, the cost of the API, digits in four regions and in one
+	$(BIN)/python -m tests.verify.trainers.kills --kills 20
+	$(BIN)/python -m tests.verify.trainers.overhead
+	$(BIN)/python -m tests.verify.trainers.digits
 
 chaos: .venv/.stamp-test         ## eight regions under SIGKILLs, three ways to train; goes on where it stopped
 	for rate in 324 125; do for method in decoupled elastic rigid; do \
@@ -87,11 +102,17 @@ bench: .venv/.stamp-test         ## figures, each beside its limit from the same
 	$(BIN)/diloco bench link
 	$(BIN)/diloco bench recovery
 
+scavenging: .venv/.stamp-test    ## two steady regions and six that come and go, for twenty minutes; then steady ones
+	$(BIN)/python -m tests.verify.results.scavenging --out build/scavenging --png build/scavenging/plot.png
+
+hundred-million: .venv/.stamp-test ## 103 M parameters in two regions, killed twice; needs 14 GB of memory; goes on where it stopped
+	nice -n 10 $(BIN)/python -m tests.verify.results.hundred_million --out build/hundred-million --json build/hundred-million/result.json --png build/hundred-million/plot.png
+
 quality: .venv/.stamp-test       ## held-out loss of every way to synchronise; hours, goes on where it stopped
 	nice -n 5 $(BIN)/diloco bench quality --file build/quality.jsonl --plot build/quality.png
 
 docs: .venv/.stamp-test          ## the generated reference pages
-	$(BIN)/python -m diloco_cli.cli.reference docs/reference
+	$(BIN)/python -m tests.reference_pages docs/reference
 
 clean:
 	rm -rf .venv build dist *.egg-info

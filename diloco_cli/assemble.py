@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
 
 from diloco_cli.core.fragments import Layout, cut
-from diloco_cli.data import datasets, tokenizers
+from diloco_cli.core.terms import Settings
+from diloco_cli.data import Dataset, NamesTokenizer, datasets, tokenizers
 from diloco_cli.errors import RegistryError
 from diloco_cli.merge import MergeRule, OuterOptimizer, merge_rules, outer_optimizers
-from diloco_cli.models import Described, Model, models, parameters
+from diloco_cli.models import Described, Model, Partitioned, models, parameters
+from diloco_cli.models.tensors import TensorsModel
 from diloco_cli.registry import Registry
 from diloco_cli.server.settings import ServerSettings, settings_digest
 from diloco_cli.server.store import stores
-from diloco_cli.spec.load import Loaded, load_spec
+from diloco_cli.spec.load import Loaded, check_spec, load_spec
 from diloco_cli.spec.resolved import resolved
 from diloco_cli.spec.rules import Path, SpecFault
-from diloco_cli.spec.schema import Choice, RunSpec
+from diloco_cli.spec.schema import Choice, InnerSpec, RunSpec
 from diloco_cli.wire.codecs import Codec, codecs
 from diloco_cli.worker.engines.optimizers import optimizers, schedules
 
@@ -86,9 +88,20 @@ def fragment_sizes(spec: RunSpec) -> tuple[int, ...]:
     return tuple(fragment.size for fragment in resolve(spec).layout.fragments)
 
 
-def recipe_of(spec: RunSpec, parts: RunObjects) -> ServerSettings:
+def settings_of(spec: RunSpec, parts: RunObjects) -> ServerSettings:
     """Makes what a server needs apart from its folder."""
     return ServerSettings.of(spec, parts.model.tensors(), shared_settings(spec))
+
+
+def build_terms(last: ServerSettings, data: Mapping[str, Any]) -> ServerSettings:
+    """Makes a server's settings for amended terms; raises SpecErrors with all that is wrong."""
+    spec = build_amended(data)
+    return last.amended(spec, shared_settings(spec))
+
+
+def build_amended(data: Mapping[str, Any]) -> RunSpec:
+    """Makes an amended spec whose every name exists; raises SpecErrors with all that is wrong."""
+    return spelled_out(check_spec(data, "the amended spec", also=faults))
 
 
 def load_plugins(spec: RunSpec) -> None:
@@ -99,14 +112,17 @@ def load_plugins(spec: RunSpec) -> None:
 
 def faults(spec: RunSpec) -> list[SpecFault]:
     """Lists what is wrong with the kinds a spec names, and with how they fit together."""
-    found = list(_plugin_faults(spec))
+    all_faults = list(_plugin_faults(spec))
     built: dict[Path, Any] = {}
-    for path, registry, asked in _choices(spec):
-        built[path], errors = registry.inspect(asked)
-        found += [_misnamed(path, error) for error in errors]
-    found += _layout_faults(spec, built["model",])
-    found += _vocabulary_faults(built)
-    return found
+    for path, registry, choice in _choices(spec):
+        built[path], errors = registry.inspect(choice)
+        all_faults += [_misnamed(path, error) for error in errors]
+    all_faults += _layout_faults(spec, built["model",])
+    all_faults += _vocabulary_faults(built)
+    all_faults += _tokenizer_faults(built)
+    all_faults += _lane_faults(spec, built["data",])
+    all_faults += _form_faults(spec, built["model",])
+    return all_faults
 
 
 def _plugin_faults(spec: RunSpec) -> Iterator[SpecFault]:
@@ -122,10 +138,17 @@ def _plugin_faults(spec: RunSpec) -> Iterator[SpecFault]:
             )
 
 
+def _data_choices(spec: RunSpec) -> Iterator[tuple[Path, Registry[Any], Choice]]:
+    yield ("data",), datasets, spec.data
+    for number, region in enumerate(spec.regions):
+        if region.data is not None:
+            yield ("regions", number, "data"), datasets, region.data
+
+
 def _choices(spec: RunSpec) -> Iterator[tuple[Path, Registry[Any], Choice]]:
     """Yields every place of a spec where a kind is chosen."""
     yield ("model",), models, spec.model
-    yield ("data",), datasets, spec.data
+    yield from _data_choices(spec)
     yield ("inner", "optimizer"), optimizers, spec.inner.optimizer
     yield ("inner", "schedule"), schedules, spec.inner.schedule
     yield ("merge",), merge_rules, spec.merge
@@ -134,8 +157,6 @@ def _choices(spec: RunSpec) -> Iterator[tuple[Path, Registry[Any], Choice]]:
     yield ("wire", "down"), codecs, spec.wire.down
     yield ("server", "store"), stores, spec.server.store
     for number, region in enumerate(spec.regions):
-        if region.data is not None:
-            yield ("regions", number, "data"), datasets, region.data
         for key, registry in (("optimizer", optimizers), ("schedule", schedules)):
             own = (region.inner or {}).get(key)
             if isinstance(own, dict):
@@ -190,19 +211,103 @@ def _vocabulary_faults(built: dict[Path, Any]) -> Iterator[SpecFault]:
         )
 
 
+def _tokenizer_faults(built: dict[Path, Any]) -> Iterator[SpecFault]:
+    """Regions whose numbers mean other text than those of a region before them."""
+    known = {path: digest for path, digest in _tokenizer_digests(built).items() if digest}
+    for path, digest in known.items():
+        first, other = next(iter(known.items()))
+        if digest != other:
+            yield SpecFault(
+                (*path, "tokenizer"),
+                f"is {digest[:12]}, that of {'.'.join(map(str, first))} is {other[:12]}: "
+                "the same number would be other text",
+                "Give every region the same tokenizer.",
+                (first,),
+            )
+
+
+def _tokenizer_digests(built: dict[Path, Any]) -> dict[Path, str | None]:
+    return {
+        path: dataset.tokenizer_digest
+        for path, dataset in built.items()
+        if path[-1] == "data" and isinstance(dataset, NamesTokenizer)
+    }
+
+
+def _lane_faults(spec: RunSpec, dataset: Dataset | None) -> Iterator[SpecFault]:
+    readers = [
+        region.name for region in spec.regions if region.data is None and region.trainer is None
+    ]
+    if dataset is not None and len(readers) > dataset.lanes:
+        yield SpecFault(
+            ("data", "lanes"),
+            f"is {dataset.lanes} but {len(readers)} regions read this text, so some would have "
+            "nothing to read",
+            f"Set data.lanes to {len(readers)} or more.",
+            (("regions",),),
+        )
+
+
+def _form_faults(spec: RunSpec, model: Model | None) -> Iterator[SpecFault]:
+    """What a region asks of its devices that the model cannot do."""
+    if model is None:
+        return
+    kind = spec.model["kind"]
+    for number, region in enumerate(spec.regions):
+        if region.trainer is not None:
+            continue  # How it trains is its own affair.
+        if isinstance(model, TensorsModel):
+            yield SpecFault(
+                ("regions", number),
+                f"{region.name} has no trainer of its own, but a model of kind {kind} has no loss "
+                "that the built-in one could train",
+                "Add `trainer: {command: [python, train.py]}`, or choose another model.",
+                (("model", "kind"),),
+            )
+            continue
+        tensor = region.devices_by_axis.tensor
+        if isinstance(model, Partitioned):
+            for option, count in model.tensor_counts().items():
+                if count % tensor:
+                    yield SpecFault(
+                        ("regions", number, "mesh", "tensor"),
+                        f"is {tensor}, which does not divide the model's {count} {option}",
+                        f"Choose a divisor of {count}, or use more fsdp instead.",
+                        (("model", option),),
+                    )
+            continue
+        if tensor > 1:
+            yield SpecFault(
+                ("regions", number, "mesh", "tensor"),
+                f"is {tensor}, but a model of kind {kind} does not say how to cut its tensors",
+                "Use data and fsdp instead.",
+                (("model", "kind"),),
+            )
+        inner, usual = spec.inner_of(region.name), InnerSpec()
+        for key in ("compute", "remat", "loss_chunks", "attention"):
+            if (asked := getattr(inner, key)) != getattr(usual, key):
+                own = key in (region.inner or {})
+                yield SpecFault(
+                    ("regions", number, "inner", key) if own else ("inner", key),
+                    f"is {asked}, but a model of kind {kind} computes its loss in one way only",
+                    f"Remove {key}.",
+                    (("model", "kind"),),
+                )
+
+
 def spelled_out(spec: RunSpec) -> RunSpec:
     """Gives the same run with every option of every kind written down."""
     load_plugins(spec)
     data = resolved(spec)
-    for path, registry, asked in _choices(spec):
+    for path, registry, choice in _choices(spec):
         at: Any = data
         for step in path[:-1]:
             at = at[step]
-        at[path[-1]] = {"kind": asked["kind"], **_options(registry.build(asked))}
+        at[path[-1]] = {"kind": choice["kind"], **_options(registry.build(choice))}
     return RunSpec.model_validate(data)
 
 
-def _options(built: Any) -> dict[str, Any]:
+def _options(built: Any) -> Choice:
     fields = [field for field in dataclasses.fields(cast(Any, built)) if field.init]
     values = {field.name: getattr(built, field.name) for field in fields}
     return {
@@ -212,12 +317,18 @@ def _options(built: Any) -> dict[str, Any]:
     }
 
 
-def shared_settings(spec: RunSpec) -> dict[str, Any]:
+def shared_settings(spec: RunSpec) -> Settings:
     """Gives what every process of the run must have in common, as plain data."""
     everything = resolved(spelled_out(spec))
     # How much of its line a region may use is between the region and its line.
     everything["wire"].pop("rate_limit", None)
-    return {key: everything[key] for key in SHARED}
+    # Nor does it matter where a host keeps what it reads: only what it says does.
+    if everything["model"]["kind"] == "hf":
+        everything["model"].pop("folder", None)
+    built = {path: choices.build(choice) for path, choices, choice in _data_choices(spec)}
+    tokenizer = next(filter(None, _tokenizer_digests(built).values()), None)
+    named = {"tokenizer": tokenizer} if tokenizer not in (None, "bytes") else {}
+    return {**{key: everything[key] for key in SHARED}, **named}
 
 
 def shared_digest(spec: RunSpec) -> str:

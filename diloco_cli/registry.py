@@ -49,21 +49,21 @@ class Registry(Generic[T]):
     def choice(self, kind: str) -> type[T]:
         return self._choices[kind]
 
-    def build(self, asked: Mapping[str, Any]) -> T:
+    def build(self, choice: Mapping[str, Any]) -> T:
         """Makes the chosen thing, or says which option is wrong and what was meant."""
-        built, errors = self.inspect(asked)
+        built, errors = self.inspect(choice)
         if built is None:
             raise errors[0]
         return built
 
-    def inspect(self, asked: Mapping[str, Any]) -> tuple[T | None, list[RegistryError]]:
+    def inspect(self, choice: Mapping[str, Any]) -> tuple[T | None, list[RegistryError]]:
         """Makes the chosen thing, or lists everything that is wrong with what was asked."""
-        options = dict(asked)
+        options = dict(choice)
         kind = options.pop("kind", None)
         if not isinstance(kind, str) or kind not in self._choices:
             return None, [self._unknown(kind)]
-        choice = self._choices[kind]
-        names = [field.name for field in dataclasses.fields(cast(Any, choice)) if field.init]
+        factory = self._choices[kind]
+        names = [field.name for field in dataclasses.fields(cast(Any, factory)) if field.init]
         errors = [
             RegistryError(
                 f"The {self.noun} {kind!r} has no option {key!r}.",
@@ -75,7 +75,7 @@ class Registry(Generic[T]):
         ]
         fitting = {key: value for key, value in options.items() if key in names}
         try:
-            built = _reader(choice).validate_python(fitting)
+            built = _reader(factory).validate_python(fitting)
             return (None, errors) if errors else (built, [])
         except RegistryError as error:  # An option is itself a choice, and a wrong one.
             return None, [*errors, error]

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-def nearest(asked: str, known: Sequence[str], label: str) -> str:
+def nearest(word: str, known: Sequence[str], label: str) -> str:
     """Guesses what was meant, or lists what there is."""
-    close = difflib.get_close_matches(asked, known, n=1)
+    close = difflib.get_close_matches(word, known, n=1)
     return f"Did you mean `{close[0]}`?" if close else f"{label}: {', '.join(known) or 'none'}"
 
 

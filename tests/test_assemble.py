@@ -48,11 +48,49 @@ def test_a_spec_becomes_parts_that_fit_together():
         ("regions.1.inner={optimizer: {lr: 1}}", "regions.1.inner.optimizer.kind"),
         ("plugins=[no_such_module_here]", "plugins.0"),
         ("model.vocabulary=99", "model.vocabulary"),
+        ("data={kind: python-source, lanes: 1}", "data.lanes"),
     ],
 )
 def test_a_wrong_choice_is_located_at_its_key(override: str, key: str):
     (found,) = problems(override)
     assert (found.key, found.file) == (key, f"--set {override}")
+
+
+def test_a_mesh_whose_tensor_does_not_divide_the_heads_is_refused_for_each_kind_of_them():
+    heads = "model={kind: decoder, layers: 2, width: 32, heads: 4, kv_heads: 2}"
+    assert spec(heads, "regions.1.mesh={tensor: 2}").region("right").devices_by_axis.tensor == 2
+    (found,) = problems(heads, "regions.1.mesh={tensor: 4}")
+    assert found.key == "regions.1.mesh.tensor"
+    assert found.message == "is 4, which does not divide the model's 2 kv_heads"
+    assert len(problems(heads, "regions.1.mesh={tensor: 8}")) == 2
+
+
+def test_a_model_that_says_nothing_of_its_parts_trains_in_the_plain_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a_simple_model.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from diloco_cli.models import models\n"
+        "from diloco_cli.models.decoder import Decoder\n"
+        "@models.register('simple')\n"
+        "@dataclass(frozen=True)\n"
+        "class Simple:\n"
+        '    """Has tensors and a loss."""\n'
+        "    def tensors(self): return Decoder('tiny').tensors()\n"
+        "    def init(self, seed): return Decoder('tiny').init(seed)\n"
+        "    def loss_fn(self, *, penalties=True, form=None): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(assemble.models, "_choices", dict(assemble.models._choices))
+    simple = ("plugins=[a_simple_model]", "model={kind: simple}")
+    try:
+        spec(*simple, "regions.1.devices=2")
+        (tensor,) = problems(*simple, "regions.1.mesh={tensor: 2}")
+        assert tensor.key == "regions.1.mesh.tensor" and "does not say how" in tensor.message
+        (form,) = problems(*simple, "regions.1.inner={remat: block}")
+        assert form.key == "regions.1.inner.remat" and "in one way only" in form.message
+    finally:
+        sys.modules.pop("a_simple_model", None)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +156,15 @@ def test_the_digest_is_of_what_the_run_means_not_of_how_it_is_written():
 
 
 @pytest.mark.parametrize(
-    "own", ["inner.batch=4", "regions.0.speed=0.5", "server.listen='127.0.0.1:1'", "data.limit=2e6"]
+    "own",
+    [
+        "inner.batch=4",
+        "inner={compute: bfloat16, remat: block, loss_chunks: 2, attention: xla}",
+        "regions.0.speed=0.5",
+        "regions.0.mesh={data: 2, fsdp: 2, tensor: 2}",
+        "server.listen='127.0.0.1:1'",
+        "data.limit=2e6",
+    ],
 )
 def test_what_is_a_regions_own_is_not_shared(own: str):
     assert assemble.shared_digest(spec(own)) == assemble.shared_digest(spec())

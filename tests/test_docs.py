@@ -10,11 +10,11 @@ import pytest
 from pydantic import BaseModel
 
 from diloco_cli import assemble, errors
-from diloco_cli.cli import reference
 from diloco_cli.run import scaffold
 from diloco_cli.spec import describe
 from diloco_cli.spec.schema import RunSpec
 from tests import ROOT
+from tests import reference_pages as reference
 
 PAGES = ROOT / "docs" / "reference"
 PIPELINES = sorted((ROOT / "pipelines").glob("*.yaml"))

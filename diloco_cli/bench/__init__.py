@@ -2,7 +2,9 @@
 modules, lazily.
 
     baselines/   Synchronous data parallel, rigid and elastic, as real processes
-    commands.py  commands that measure and rehearse
+    commands.py  commands that measure
+    data.py      how much of the tokenizers library's speed is left, and how much of a step is …
+    figure.py    how does a measured figure stand beside its limit and its goal?
     inner.py     how much of a bare loop's speed is left when a worker also synchronises?
     link.py      how much of a link is left for frames?
     published/   Published tables, repeated cell by cell

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from diloco_cli.bench.figure import Figure
 from diloco_cli.cli.spec import Format, OutputFormat
 from diloco_cli.net.credentials import NOBODY
 from diloco_cli.run.find_credential import CertsOption, for_url
@@ -42,6 +46,19 @@ def start(
 
 
 @bench.command()
+def data(
+    tries: Annotated[int, typer.Option(min=1, help="How often each side is measured.")] = 5,
+    vocabulary: Annotated[int, typer.Option(min=300, help="Of the tokenizer.")] = 8192,
+    format: OutputFormat = Format.text,
+) -> None:
+    """Measure `diloco data prepare` beside the tokenizers library, and a batch beside a step."""
+    from diloco_cli.bench.data import data_figures
+
+    say = partial(typer.echo, err=True)
+    show(data_figures(tries=tries, vocabulary=vocabulary, say=say), format)
+
+
+@bench.command()
 def wire(
     tries: Annotated[int, typer.Option(min=1, help="How often each figure is measured.")] = 25,
     file: Annotated[
@@ -70,10 +87,10 @@ def link(
     from diloco_cli.bench.link import link_figures
 
     credentials = for_url(certs) if url else NOBODY
-    found = link_figures(
+    figures = link_figures(
         url, quick=quick, credentials=credentials, say=lambda text: typer.echo(text, err=True)
     )
-    show([{**each, "goal": None, "met": None} for each in found] if quick else found, format)
+    show([replace(each, goal=None) for each in figures] if quick else figures, format)
 
 
 @bench.command()
@@ -82,24 +99,28 @@ def sync(
     regions: Annotated[
         str, typer.Option(metavar="N[,N…]", help="Regions; 2,8 compares the server's memory.")
     ] = "4",
-    rounds: Annotated[int, typer.Option(min=1, help="Synchronisations in each of 10 tries.")] = 4,
+    fragments: Annotated[int, typer.Option(min=1, max=256, help="Fragments of the model.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Synchronisations in each try.")] = 4,
+    tries: Annotated[int, typer.Option(min=1, help="Tries; the cheapest counts.")] = 10,
     warm: Annotated[int, typer.Option(min=1, help="Synchronisations before the first.")] = 10,
     format: OutputFormat = Format.text,
 ) -> None:
     """Measure what synchronising a whole model costs, without training.
 
-    A real server and one process for each region: CPU time, bytes a parameter, memory.
+    A real server and one process for each region: CPU time, bytes per parameter, memory, disk.
     """
     from diloco_cli.bench.sync import parameters_of, regions_of, sync_figures
 
-    found = sync_figures(
+    figures = sync_figures(
         parameters=parameters_of(params),
         regions=regions_of(regions),
+        fragments=fragments,
         rounds=rounds,
+        tries=tries,
         warm=warm,
         say=lambda text: typer.echo(text, err=True),
     )
-    show(found, format)
+    show(figures, format)
 
 
 @bench.command()
@@ -117,10 +138,10 @@ def recovery(
     """
     from diloco_cli.bench.recovery import recovery_figures
 
-    found = recovery_figures(
+    figures = recovery_figures(
         kills=kills, model=model, seed=seed, say=lambda text: typer.echo(text, err=True)
     )
-    show(found, format)
+    show(figures, format)
 
 
 @bench.command()
@@ -130,9 +151,25 @@ def quality(
     ] = Path("build/quality.jsonl"),
     only: Annotated[str, typer.Option(metavar="REGEX", help="Cells whose names match.")] = "",
     seeds: Annotated[str, typer.Option(metavar="N,N…", help="Seeds, each its own run.")] = "1,2,3",
+    model: Annotated[
+        str, typer.Option(metavar="LxW", help="Layers and width, as in 2x64; else 1x32.")
+    ] = "",
+    batch: Annotated[
+        int, typer.Option(min=0, help="Sequences in a step of all regions together; else 64.")
+    ] = 0,
+    sequence: Annotated[int, typer.Option(min=0, help="Tokens in a sequence; else 32.")] = 0,
     tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of each cell; 0: as in the published table.")
     ] = 0,
+    tokens_per_parameter: Annotated[
+        float, typer.Option(min=0.0, help="Tokens of each cell for each parameter of the model.")
+    ] = 0.0,
+    lr: Annotated[
+        float, typer.Option(min=0.0, help="Inner rate of data parallel; else 0.008.")
+    ] = 0.0,
+    lr_regions: Annotated[
+        float, typer.Option(min=0.0, help="Inner rate of cells with regions; else the same.")
+    ] = 0.0,
     workers: Annotated[int, typer.Option(min=1, help="Cells that run at the same time.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw the table into this file (PNG).")] = None,
     format: OutputFormat = Format.text,
@@ -142,35 +179,36 @@ def quality(
     Real training steps, frames and merges on a virtual clock, in one process. Takes an hour or
     more on one core; stopped and started again, it goes on.
     """
-    from diloco_cli.bench.quality.command import quality_figures
+    from diloco_cli.bench.quality.command import Setting, quality_figures
 
+    setting = Setting(model, batch, sequence, tokens, tokens_per_parameter, lr, lr_regions)
     table, figures = quality_figures(
-        file, only=only, seeds=seeds, tokens=tokens, workers=workers, plot=plot
+        file, setting, only=only, seeds=seeds, workers=workers, plot=plot
     )
     if format is Format.text:
         typer.echo(table)
     show(figures, format)
 
 
-def show(figures: list[dict[str, Any]], format: Format) -> None:
+def show(figures: Sequence[Figure], format: Format) -> None:
     """Prints figures, each with the limit it was measured against in the same run."""
     if format is Format.json:
-        typer.echo(json.dumps({"figures": figures}, indent=2))
+        typer.echo(json.dumps({"figures": [figure.plain() for figure in figures]}, indent=2))
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table("figure", "value", "limit", "unit", "ratio", "goal", "", box=None)
     for figure in figures:
-        bound = "≤" if figure.get("better") == "lower" else "≥"
+        bound = "≤" if figure.lower else "≥"
         table.add_row(
-            figure["name"],
-            _number(figure["value"]),
-            _number(figure["reference"]),
-            figure["unit"],
-            _number(figure["ratio"]),
-            "" if figure["goal"] is None else f"{bound} {figure['goal']:g}",
-            "" if figure["met"] is None else "met" if figure["met"] else "missed",
+            figure.name,
+            _number(figure.value),
+            _number(figure.reference),
+            figure.unit,
+            _number(figure.ratio),
+            "" if figure.goal is None else f"{bound} {figure.goal:g}",
+            "" if figure.met is None else "met" if figure.met else "missed",
         )
     Console().print(table)
 

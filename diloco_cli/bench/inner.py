@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from diloco_cli.assemble import spelled_out
+from diloco_cli.bench.figure import Figure
 from diloco_cli.errors import RunFailed
 from diloco_cli.launch.cores import my_cores
 from diloco_cli.launch.roles import serve_role, work_role
@@ -45,7 +45,7 @@ WARM_VERSIONS = 8
 """Versions adopted before the first measurement, so that everything is compiled and warm."""
 
 
-def inner_figures(*, windows: int, seconds: float) -> list[dict[str, Any]]:
+def inner_figures(*, windows: int, seconds: float) -> list[Figure]:
     """Measures the inner loop of a worker beside a bare loop."""
     region_core, server_cores = _cores()
     spec = _spec()
@@ -66,7 +66,7 @@ def inner_figures(*, windows: int, seconds: float) -> list[dict[str, Any]]:
     return [figure(pairs)]
 
 
-def figure(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+def figure(pairs: list[tuple[float, float]]) -> Figure:
     """Reports the pair (worker, limit) with the median ratio; refuses one nobody can believe."""
     ratio = statistics.median_low(value / reference for value, reference in pairs)
     value, reference = next(pair for pair in pairs if pair[0] / pair[1] == ratio)
@@ -76,15 +76,7 @@ def figure(pairs: list[tuple[float, float]]) -> dict[str, Any]:
             f"({value:,.0f} and {reference:,.0f} tokens/s), so the two are not comparable.",
             hint="Measure again on a machine that does nothing else, with more --windows.",
         )
-    return {
-        "name": "inner",
-        "value": value,
-        "unit": "tokens/s",
-        "reference": reference,
-        "ratio": ratio,
-        "goal": GOAL,
-        "met": ratio >= GOAL,
-    }
+    return Figure("inner", value, "tokens/s", reference, GOAL)
 
 
 def _spec() -> RunSpec:
@@ -209,17 +201,17 @@ def _worker(
 
 
 def _window(mailbox: Mailbox, worker: LocalProcess, spec: RunSpec, seconds: float) -> float:
-    """Lets the worker run and reads its speed off its own progress, in tokens a second."""
+    """Lets the worker run and reads its speed off its own progress, in tokens per second."""
     os.killpg(worker.pid, signal.SIGCONT)
     try:
         time.sleep(SETTLE_SECONDS)
         before, (first, began) = _versions(mailbox), _next(mailbox, worker)
         time.sleep(seconds)
-        after, (last, ended) = _versions(mailbox), _next(mailbox, worker)
+        # Without a version nothing was synchronised; on a busy machine one takes longer.
+        _wait(lambda: _versions(mailbox) > before, worker, "adopt a version")
+        last, ended = _next(mailbox, worker)
     finally:
         os.killpg(worker.pid, signal.SIGSTOP)
-    if after == before:
-        raise RunFailed("No version arrived while the worker was measured.")
     return (last - first) * spec.inner.batch * spec.inner.sequence / (ended - began)
 
 

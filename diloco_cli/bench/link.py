@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from diloco_cli.bench.figure import Figure
 from diloco_cli.bench.support.children import child
 from diloco_cli.bench.support.one_fragment_server import REGIONS, OneFragmentServer, stage
 from diloco_cli.bench.support.raw_tls import raw_tls
@@ -41,8 +42,6 @@ from diloco_cli.wire import messages
 from diloco_cli.wire.frame import DIGEST_BYTES
 from diloco_cli.wire.messages import EPOCH_HEADER, PARTS_HEADER
 
-Figure = dict[str, Any]
-
 UP_GOAL, DOWN_GOAL = 0.70, 0.80
 LINE_GOAL = 0.85
 HEARTBEAT_GOAL = 2.0
@@ -53,7 +52,7 @@ BEAT = {
     "step": 0,
     "training": True,
     "stopping": False,
-    "drained": False,
+    "ended": 0,
     "fragments": [{"version": 0, "steps": 1.0}],
     "tokens": {fate: [0.0] for fate in ("trained", "applied", "pending", "refused", "discarded")},
 }
@@ -95,7 +94,7 @@ def _loopback(
     running: OneFragmentServer, size: int, repeat: int, say: Callable[[str], None]
 ) -> list[Figure]:
     """Bodies up and down, each beside raw TLS in turn, so that other load disturbs both."""
-    found: dict[str, list[Moved]] = {"raw": [], "up": [], "down": []}
+    moved: dict[str, list[Moved]] = {"raw": [], "up": [], "down": []}
     noise = os.urandom(size)
     with Client(running.url, Options(credentials=running.credentials)) as server, raw_tls() as raw:
         running.join(server)
@@ -109,24 +108,24 @@ def _loopback(
             }
             _forget(running, server, body)
             if number:  # The first opens connections and finds the rate.
-                for way, one in turn.items():
-                    found[way].append(one)
-            rates = [round(one.rate / 1e6) for one in turn.values()]
+                for way, body_moved in turn.items():
+                    moved[way].append(body_moved)
+            rates = [round(each.rate / 1e6) for each in turn.values()]
             say(f"{size / 1e6:g} MB: raw TLS, up, down {rates} MB/s")
     over = "over" if running.url.startswith("https") else "without"
     name = f"{size / 1e6:g} MB body, HTTP/2 {over} TLS"
-    best = {way: max(one.rate for one in all_) for way, all_ in found.items()}
-    spent = {way: sum(m.spent for m in all_) / len(all_) for way, all_ in found.items()}
+    best = {way: max(each.rate for each in all_) for way, all_ in moved.items()}
+    spent = {way: sum(each.spent for each in all_) / len(all_) for way, all_ in moved.items()}
     return [
-        _figure(f"{name}, up", best["up"], "MB/s", best["raw"], UP_GOAL),
-        _figure(f"{name}, down", best["down"], "MB/s", best["raw"], DOWN_GOAL),
-        _figure(f"{name}, up, processor", spent["up"], "s/GB", spent["raw"], at_most=True),
-        _figure(f"{name}, down, processor", spent["down"], "s/GB", spent["raw"], at_most=True),
+        _rate(f"{name}, up", best["up"], best["raw"], UP_GOAL),
+        _rate(f"{name}, down", best["down"], best["raw"], DOWN_GOAL),
+        Figure(f"{name}, up, processor", spent["up"], "s/GB", spent["raw"], lower=True),
+        Figure(f"{name}, down, processor", spent["down"], "s/GB", spent["raw"], lower=True),
     ]
 
 
 class Moved(NamedTuple):
-    """One body: bytes a second, and processor seconds of all processes for a gigabyte."""
+    """One body: bytes per second, and processor seconds of all processes for a gigabyte."""
 
     rate: float
     spent: float
@@ -143,7 +142,7 @@ def _moved(act: Callable[[], float]) -> Moved:
 def _processor() -> float:
     """Processor seconds of this process and of those it started."""
     me = psutil.Process()
-    return sum(sum(one.cpu_times()[:2]) for one in (me, *me.children(recursive=True)))
+    return sum(sum(each.cpu_times()[:2]) for each in (me, *me.children(recursive=True)))
 
 
 def _fresh(noise: bytes) -> bytes:
@@ -152,7 +151,7 @@ def _fresh(noise: bytes) -> bytes:
 
 
 def _sent(running: OneFragmentServer, server: Client, body: bytes) -> float:
-    """Sends a body the way of a contribution, into the server's store; bytes a second.
+    """Sends a body the way of a contribution, into the server's store; bytes per second.
 
     In one piece up to the size at which parts begin. It is no frame: the server says so
     when it has all of it, which ends the measurement before anything is decoded.
@@ -224,7 +223,7 @@ def _durable(running: OneFragmentServer, say: Callable[[str], None]) -> Figure:
         rate = len(frame) / (time.monotonic() - began)
     disk = _disk(len(frame), running)
     say(f"durable {rate / 1e6:.0f} MB/s, the disk alone {disk / 1e6:.0f} MB/s")
-    return _figure(f"{len(frame) / 1e6:.0f} MB frame, up, durable and checked", rate, "MB/s", disk)
+    return _rate(f"{len(frame) / 1e6:.0f} MB frame, up, durable and checked", rate, disk)
 
 
 def _disk(size: int, running: OneFragmentServer) -> float:
@@ -254,8 +253,8 @@ def _line(
             say(f"{FAST}: up, down {[round(rate / 1e6, 1) for rate in rates]} of 125 MB/s")
     name = f"1 Gbit/s, 50 ms line, {size / 1e6:g} MB"
     return [
-        _figure(f"{name}, up", statistics.median(up), "MB/s", line, LINE_GOAL),
-        _figure(f"{name}, down", statistics.median(down), "MB/s", line, LINE_GOAL),
+        _rate(f"{name}, up", statistics.median(up), line, LINE_GOAL),
+        _rate(f"{name}, down", statistics.median(down), line, LINE_GOAL),
     ]
 
 
@@ -291,7 +290,7 @@ def _heartbeats(running: OneFragmentServer, say: Callable[[str], None]) -> Figur
     worst = statistics.quantiles(took, n=100)[98] if len(took) > 1 else took[0]
     say(f"{SLOW}: {len(took)} heartbeats, p99 {worst * 1000:.0f} ms")
     name = "10 Mbit/s line filled by an upload, heartbeat p99"
-    return _figure(name, worst, "s", HEARTBEAT_GOAL, HEARTBEAT_GOAL, at_most=True)
+    return Figure(name, worst, "s", HEARTBEAT_GOAL, HEARTBEAT_GOAL, "value", lower=True)
 
 
 def _resets(running: OneFragmentServer, say: Callable[[str], None]) -> Figure:
@@ -309,7 +308,7 @@ def _resets(running: OneFragmentServer, say: Callable[[str], None]) -> Figure:
     size, used = thread.size, after.up - before.up
     say(f"{SLOW}/reset=2s: {used / 1e6:.1f} MB for {size / 1e6:.1f}, {after.resets} resets")
     name = "10 Mbit/s line with a reset every 2 s, bytes sent"
-    return _figure(name, used / 1e6, "MB", size / 1e6, RESENT_GOAL, at_most=True)
+    return Figure(name, used / 1e6, "MB", size / 1e6, RESENT_GOAL, lower=True)
 
 
 class _Submitting(threading.Thread):
@@ -346,36 +345,11 @@ def _to(url: str, say: Callable[[str], None], credentials: Credentials) -> list[
     way = measure(url, say, credentials=credentials)
     # The first answers of a connection, and the first encoding, are slower than the others.
     return [
-        _figure("status, p50", way.round_trip, "s", min(way.trips)),
-        _figure("largest fragment, down", way.rate / 8, "MB/s", max(way.rates)),
+        Figure("status, p50", way.round_trip, "s", min(way.trips)),
+        _rate("largest fragment, down", way.rate / 8, max(way.rates)),
     ]
 
 
-def _figure(
-    name: str,
-    value: float,
-    unit: str,
-    reference: float,
-    goal: float | None = None,
-    *,
-    at_most: bool = False,
-) -> Figure:
-    """One figure beside its limit; bytes a second are given in megabytes.
-
-    Without a goal it is only reported. With `at_most`, less is better.
-    """
-    if unit == "MB/s":
-        value, reference = value / 1e6, reference / 1e6
-    ratio = value / reference
-    compared = value if unit == "s" else ratio
-    met = None if goal is None else (compared <= goal if at_most else compared >= goal)
-    figure: Figure = {
-        "name": name,
-        "value": value,
-        "unit": unit,
-        "reference": reference,
-        "ratio": ratio,
-        "goal": goal,
-        "met": met,
-    }
-    return {**figure, "better": "lower"} if at_most else figure
+def _rate(name: str, value: float, reference: float, goal: float | None = None) -> Figure:
+    """Bytes a second, in megabytes."""
+    return Figure(name, value / 1e6, "MB/s", reference / 1e6, goal)

@@ -12,7 +12,6 @@ import contextlib
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,14 +19,15 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from diloco_cli.assemble import load_run, spelled_out
+from diloco_cli.bench.figure import Figure
 from diloco_cli.errors import RunFailed
 from diloco_cli.launch.roles import serve_role, work_role
 from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
 from diloco_cli.observe.event_file import EVERYTHING, newest_id
 from diloco_cli.observe.events import Event, read_events
+from diloco_cli.observe.metrics import RECOVERY_PARTS, quantile
 from diloco_cli.run.scaffold import TEMPLATES
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
@@ -37,48 +37,45 @@ GOAL_SECONDS = 5.0
 START_SECONDS = 180.0
 LONGEST_PHASE = 6.0
 """Seconds of training before a kill, at most: several rounds and checkpoints."""
-PARTS = ("detect", "start", "fetch", "compile")
 
 Say = Callable[[str], None]
 
 
-def recovery_figures(*, kills: int, model: str, seed: int, say: Say) -> list[dict[str, Any]]:
+def recovery_figures(*, kills: int, model: str, seed: int, say: Say) -> list[Figure]:
     """Kills a trainer again and again; gives p50, p95 and the largest, and the parts."""
     chance = random.Random(seed)
     with (
         tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
         _region(Path(name), _spec(model), say) as region,
     ):
-        found = []
+        recoveries = []
         for number in range(kills):
             time.sleep(chance.uniform(0.0, LONGEST_PHASE))
-            found.append(region.kill())
-            say(f"kill {number + 1}: {_told(found[-1])}")
-    return figures(found, limit=_bare_start())
+            recoveries.append(region.kill())
+            say(f"kill {number + 1}: {_in_words(recoveries[-1])}")
+    return figures(recoveries, limit=_bare_start())
 
 
-def figures(found: list[dict[str, float]], *, limit: float) -> list[dict[str, Any]]:
+def figures(recoveries: list[dict[str, float]], *, limit: float) -> list[Figure]:
     """Sums up the recoveries, each with `total`, the parts and the tokens `lost`."""
-    totals = sorted(one["total"] for one in found)
-    named = {"p50": statistics.median(totals), "p95": percentile(totals, 0.95), "max": totals[-1]}
-    told = [_figure(f"recovery {name}", value, limit) for name, value in named.items()]
-    told[1].update(goal=GOAL_SECONDS, met=named["p95"] <= GOAL_SECONDS, kills=found)
-    for part in PARTS:
-        seconds = sorted(one[part] for one in found)
-        told.append(_figure(f"  {part} p95", percentile(seconds, 0.95), None))
-    lost = sorted(one["lost"] for one in found)
-    return [*told, {**_figure("tokens lost p95", percentile(lost, 0.95), None), "unit": "tokens"}]
 
+    def share(of: float, key: str) -> float:
+        return quantile([recovery[key] for recovery in recoveries], of) or 0.0
 
-def percentile(ordered: list[float], share: float) -> float:
-    """The smallest value that so large a share of all does not exceed."""
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
-
-
-def _figure(name: str, value: float, reference: float | None) -> dict[str, Any]:
-    ratio = value / reference if reference else None
-    about = {"name": name, "value": value, "unit": "s", "reference": reference, "ratio": ratio}
-    return {**about, "goal": None, "better": "lower", "met": None}
+    totals = [
+        Figure("recovery p50", share(0.5, "total"), "s", limit, lower=True),
+        Figure(
+            *("recovery p95", share(0.95, "total"), "s", limit, GOAL_SECONDS, "value"),
+            lower=True,
+            details={"kills": recoveries},
+        ),
+        Figure("recovery max", share(1.0, "total"), "s", limit, lower=True),
+    ]
+    parts = [
+        Figure(f"  {part} p95", share(0.95, part), "s", None, lower=True) for part in RECOVERY_PARTS
+    ]
+    lost = Figure("tokens lost p95", share(0.95, "lost"), "tokens", None, lower=True)
+    return [*totals, *parts, lost]
 
 
 class RecoveringRegion:
@@ -97,7 +94,7 @@ class RecoveringRegion:
         killed_at = time.time()
         os.kill(pid, signal.SIGKILL)
         step = self.first_step()
-        died = next(one for one in self._news() if one.kind == "trainer-died")
+        died = next(event for event in self._news() if event.kind == "trainer-died")
         fields = step.fields
         return {
             "total": step.time - killed_at,
@@ -162,6 +159,6 @@ def _bare_start() -> float:
     return min(taken)
 
 
-def _told(one: dict[str, float]) -> str:
-    parts = ", ".join(f"{part} {one[part]:.2f}" for part in PARTS)
-    return f"{one['total']:.2f} s ({parts}), {one['lost']:.0f} tokens lost"
+def _in_words(recovery: dict[str, float]) -> str:
+    parts = ", ".join(f"{part} {recovery[part]:.2f}" for part in RECOVERY_PARTS)
+    return f"{recovery['total']:.2f} s ({parts}), {recovery['lost']:.0f} tokens lost"

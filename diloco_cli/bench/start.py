@@ -13,14 +13,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
+from diloco_cli.bench.figure import Figure
 from diloco_cli.run.scaffold import pipeline
 
 GOAL_SECONDS = 0.4
 
 
-def start_figures(*, times: int) -> list[dict[str, Any]]:
+def start_figures(*, times: int) -> list[Figure]:
     """Measures the starts of the light commands beside that of a bare interpreter."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
         spec = Path(name) / "run.yaml"
@@ -29,23 +29,14 @@ def start_figures(*, times: int) -> list[dict[str, Any]]:
             "diloco --help": ["-m", "diloco_cli", "--help"],
             "diloco validate": ["-m", "diloco_cli", "validate", str(spec)],
         }
-        bare, found = [], {title: [] for title in commands}
+        bare, taken = [], {title: [] for title in commands}
         for _ in range(times):
             bare.append(_seconds(["-c", "pass"]))
             for title, arguments in commands.items():
-                found[title].append(_seconds(arguments))
+                taken[title].append(_seconds(arguments))
     return [
-        {
-            "name": title,
-            "value": min(seconds),
-            "unit": "s",
-            "reference": min(bare),
-            "ratio": min(seconds) / min(bare),
-            "goal": GOAL_SECONDS,
-            "better": "lower",
-            "met": min(seconds) <= GOAL_SECONDS,
-        }
-        for title, seconds in found.items()
+        Figure(title, min(seconds), "s", min(bare), GOAL_SECONDS, "value", lower=True)
+        for title, seconds in taken.items()
     ]
 
 

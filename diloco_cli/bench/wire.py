@@ -17,12 +17,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import typer
 
+from diloco_cli.bench.figure import Figure
 from diloco_cli.errors import SpecError
+from diloco_cli.spec.schema import Choice
 from diloco_cli.wire.chunks import CHUNK, cores, in_chunks, squeeze
 from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack
@@ -42,7 +43,7 @@ MOST_BITS_DOWN = {"int8": 7.5, "int4": 3.5}
 
 def wire_figures(
     *, tries: int = 25, parameters: int = 32 << 20, file: Path | None = None, train: bool = True
-) -> list[dict[str, Any]]:
+) -> list[Figure]:
     """Measures speed, size and error of the codecs, and the merge.
 
     Sizes and errors are those of the vector in `file` (.npy), or of pseudo-gradients from a
@@ -59,7 +60,7 @@ def wire_figures(
     return figures + merge_figures(tries)
 
 
-def speed_figures(parameters: int, tries: int) -> list[dict[str, Any]]:
+def speed_figures(parameters: int, tries: int) -> list[Figure]:
     """Measures the default codec beside memcpy and zstd alone, in GB/s of float32."""
     import zstandard
 
@@ -109,15 +110,15 @@ def speed_figures(parameters: int, tries: int) -> list[dict[str, Any]]:
             ("memcpy, 2 threads / 1", "copy 2", "copy", None),
         ]
     return [
-        figure(name, speed[one], "GB/s", speed[other], goal) for name, one, other, goal in pairs
+        Figure(name, speed[ours], "GB/s", speed[other], goal) for name, ours, other, goal in pairs
     ]
 
 
 def _hash(values: np.ndarray, threads: int) -> None:
-    def one(_: int, part: slice) -> None:
+    def hash_part(_: int, part: slice) -> None:
         hashlib.sha256(values[part][: CHUNK // 8].data)
 
-    list(in_chunks(one, values.size, threads))
+    list(in_chunks(hash_part, values.size, threads))
 
 
 def _copy(values: np.ndarray, into: np.ndarray, threads: int) -> None:
@@ -125,8 +126,8 @@ def _copy(values: np.ndarray, into: np.ndarray, threads: int) -> None:
 
 
 def size_figures(
-    way: str, codec: dict[str, Any], vectors: Sequence[np.ndarray], bits: float, error: float
-) -> list[dict[str, Any]]:
+    way: str, codec: Choice, vectors: Sequence[np.ndarray], bits: float, error: float
+) -> list[Figure]:
     """Measures whole frames: bits per parameter, and the error as a share of the length.
 
     Their limit is what no code can beat if the values are Gaussian: one bit halves the
@@ -143,12 +144,12 @@ def size_figures(
     bound = -math.log2(share) if share > 0 else 32.0
     kind = codec["kind"]
     return [
-        figure(f"{kind} {way}", spent, "bits/parameter", bound, bits, lower=True),
-        figure(f"{kind} {way}, error", share, "of norm", 2**-spent, error, lower=True),
+        _at_most(f"{kind} {way}", spent, "bits/parameter", bound, bits),
+        _at_most(f"{kind} {way}, error", share, "of norm", 2**-spent, error),
     ]
 
 
-def merge_figures(tries: int, *, regions: int = 8, size: int = 4 * CHUNK) -> list[dict[str, Any]]:
+def merge_figures(tries: int, *, regions: int = 8, size: int = 4 * CHUNK) -> list[Figure]:
     """Measures a whole merge, from frames to the next delta frame, beside plain numpy."""
     from diloco_cli.bench.support.numpy_merge import MergeRound, fused_merge, plain_merge
 
@@ -162,29 +163,11 @@ def merge_figures(tries: int, *, regions: int = 8, size: int = 4 * CHUNK) -> lis
     }
     speed = {name: 1e-6 * size * regions / b for name, b in in_turns(work, tries).items()}
     name = f"merge of {regions} / numpy"
-    return [figure(name, speed["fused"], "M values/s", speed["plain"], 4.5)]
+    return [Figure(name, speed["fused"], "M values/s", speed["plain"], 4.5)]
 
 
-def figure(
-    name: str,
-    value: float,
-    unit: str,
-    reference: float,
-    goal: float | None,
-    *,
-    lower: bool = False,
-) -> dict[str, Any]:
-    """Puts a figure beside its limit.
-
-    A goal is for the ratio, except where lower is better: there it is for the value.
-    """
-    ratio = value / reference if reference else None
-    met = None if goal is None else value <= goal if lower else (ratio or 0.0) >= goal
-    better = {"better": "lower"} if lower else {}
-    return {
-        **{"name": name, "value": value, "unit": unit, "reference": reference},
-        **{"ratio": ratio, "goal": goal, "met": met, **better},
-    }
+def _at_most(name: str, value: float, unit: str, reference: float, goal: float) -> Figure:
+    return Figure(name, value, unit, reference, goal, "value", lower=True)
 
 
 def in_turns(work: dict[str, Callable[[], object]], tries: int) -> dict[str, float]:
@@ -221,16 +204,16 @@ def _samples(train: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 def _load(file: Path) -> np.ndarray:
     try:
-        found = np.load(file, allow_pickle=False)
+        values = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not in numpy's format"
         raise SpecError(f"{file} is no array: {why}.", hint="numpy.save writes one.") from None
-    if found.dtype != np.float32 or not found.size:
-        raise SpecError(f"{file} holds {found.size} values of {found.dtype}, not of float32.")
-    return found.reshape(-1)
+    if values.dtype != np.float32 or not values.size:
+        raise SpecError(f"{file} holds {values.size} values of {values.dtype}, not of float32.")
+    return values.reshape(-1)
 
 
-def _header(codec: dict[str, Any], size: int) -> Header:
+def _header(codec: Choice, size: int) -> Header:
     return Header.contribution(
         run="bench",
         layout="0" * 64,

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NotRequired, Protocol
 from urllib.parse import urlsplit
 
 import psutil
@@ -29,7 +29,7 @@ import psutil
 from diloco_cli.chaos.emulator.proxy import Proxy, emulated
 from diloco_cli.launch.subprocesses import LocalProcess
 from diloco_cli.launch.supervise import Supervisor
-from diloco_cli.sim.faults import Fault
+from diloco_cli.sim.faults import Fault, FaultRecord
 from diloco_cli.spec.fault_kinds import ON_LINKS, Kind
 from diloco_cli.spec.schema import ChaosSpec
 from diloco_cli.worker.mailbox import SLOW, TRAINER_LOCK
@@ -48,6 +48,17 @@ class ChaosTarget(Protocol):
         ...
 
 
+class InflictedRecord(FaultRecord):
+    """A fault as JSON, and what came of it in a real run."""
+
+    at: Seconds
+    """Since the schedule began."""
+    skipped: NotRequired[str]
+    """Why it had no target."""
+    recovery: NotRequired[dict[str, float]]
+    """Seconds until its region trained again, in `total` and by part."""
+
+
 @dataclass
 class InflictedFault:
     """One fault of the schedule and what came of it."""
@@ -60,9 +71,11 @@ class InflictedFault:
     skipped: str = ""
     """Why it had no target; empty if it had one."""
 
-    def as_record(self) -> dict[str, Any]:
-        record = {**self.fault.as_record(), "at": round(self.at, 3)}
-        return {**record, "skipped": self.skipped} if self.skipped else record
+    def as_record(self) -> InflictedRecord:
+        record: InflictedRecord = {**self.fault.as_record(), "at": round(self.at, 3)}
+        if self.skipped:
+            record["skipped"] = self.skipped
+        return record
 
 
 class NoTarget(Exception):

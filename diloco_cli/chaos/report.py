@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
-from diloco_cli.chaos.inflict import InflictedFault
+from diloco_cli.chaos.inflict import InflictedFault, InflictedRecord
 from diloco_cli.observe.events import Event
-from diloco_cli.observe.metrics import participation, recoveries
+from diloco_cli.observe.metrics import RecoverySummary, participation, recoveries
 from diloco_cli.observe.status import Status
 from diloco_cli.spec.fault_kinds import FAULT_KINDS, KILLS
 from diloco_cli.spec.schema import RunSpec
@@ -43,6 +43,46 @@ class Span:
         return self.after.tokens.applied - before.applied - before.pending
 
 
+class TokenSums(TypedDict):
+    trained: float
+    applied: float
+    pending: NotRequired[float]
+    fault_free: float | None
+
+
+class GoodputShares(TypedDict):
+    """The three definitions of docs/concepts/goodput.md."""
+
+    time: float | None
+    tokens: float | None
+    participation: float | None
+
+
+class LossRecord(TypedDict):
+    heldout: float | None
+    curve: list[list[float]]
+    """Tokens, loss and seconds of every evaluation."""
+
+
+class ChaosRecord(TypedDict):
+    """chaos.json; whoever trains gives all but the first four keys."""
+
+    method: NotRequired[str]
+    name: NotRequired[str]
+    spec: NotRequired[str]
+    seed: NotRequired[int]
+    seconds: Seconds
+    regions: int
+    faults: list[InflictedRecord]
+    tokens: TokenSums
+    goodput: GoodputShares
+    blocked: NotRequired[float | None]
+    recovery: RecoverySummary
+    loss: LossRecord
+    parallel: NotRequired[Mapping[str, object]]
+    """Of the data-parallel baselines."""
+
+
 def fault_free_rate(spec: RunSpec) -> float | None:
     """Tokens a second of all regions together, when nothing goes wrong; None without a pace."""
     if spec.chaos is None or spec.chaos.step_seconds is None:
@@ -59,7 +99,7 @@ def aftermath(
     events: Iterable[Event],
     *,
     rate: float | None,
-) -> dict[str, Any]:
+) -> ChaosRecord:
     """Everything of the record that can be read off a run that went through LocalRun."""
     seen = [event for event in events if event.time >= span.began]
     ends = span.began + span.seconds
@@ -104,7 +144,7 @@ def _participation(spec: RunSpec, events: Iterable[Event]) -> float | None:
         for event in events
         if event.kind == "published" and "members" in event.fields
     ]
-    return participation(len(rounds), sum(rounds), len(spec.regions))
+    return participation(sum(rounds), len(rounds) * len(spec.regions))
 
 
 def loss_curve(events: Iterable[Event], span: Span) -> list[list[float]]:
@@ -122,7 +162,7 @@ def loss_curve(events: Iterable[Event], span: Span) -> list[list[float]]:
 
 def _with_recovery(
     struck: InflictedFault, later: Iterable[InflictedFault], events: Sequence[Event]
-) -> dict[str, Any]:
+) -> InflictedRecord:
     """The fault as it was inflicted, and how its region came back, if it could in peace."""
     record, region = struck.as_record(), struck.fault.region
     if struck.skipped or struck.fault.kind not in KILLS:
@@ -150,4 +190,5 @@ def _with_recovery(
         if step.fields.get(key) is not None:
             recovery[name] = float(step.fields[key])
     recovery["total"] = step.time - struck.wall
-    return {**record, "recovery": {key: round(value, 3) for key, value in recovery.items()}}
+    record["recovery"] = {key: round(value, 3) for key, value in recovery.items()}
+    return record

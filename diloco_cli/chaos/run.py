@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from diloco_cli.assemble import shared_digest
 from diloco_cli.chaos.inflict import EmulatedLinks, FaultInflictor, InflictedFault
-from diloco_cli.chaos.report import Span, aftermath, fault_free_rate
+from diloco_cli.chaos.report import ChaosRecord, Span, aftermath, fault_free_rate
 from diloco_cli.errors import RunFailed, SpecError
 from diloco_cli.launch.subprocesses import LocalLauncher
 from diloco_cli.launch.supervise import Patience, Supervisor
@@ -59,14 +58,16 @@ class ChaosOptions:
     quiet: bool
 
 
-Method = Callable[[RunSpec, ChaosSpec, Sequence[Fault], ChaosOptions], tuple[int, dict[str, Any]]]
-"""Trains under these faults; returns the exit code and the record, which is empty if the job
+Method = Callable[
+    [RunSpec, ChaosSpec, Sequence[Fault], ChaosOptions], tuple[int, ChaosRecord | None]
+]
+"""Trains under these faults; returns the exit code and the record, which is None if the job
 never got under way."""
 
 
 def run_with_faults(
     spec: RunSpec, options: ChaosOptions, method: Method | None = None
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, ChaosRecord | None]:
     """Trains by a method, the local run if none is given, while faults are inflicted.
 
     Returns the exit code and the record, which is also written to chaos.json.
@@ -81,15 +82,16 @@ def run_with_faults(
         write_resolved(spec, options.folder)
         schedules.save(faults, options.folder / "schedule.json")
         code, measured = method(spec, spec.chaos, faults, options)
-        head = {
+        if measured is None:
+            return code, None
+        record: ChaosRecord = {
             "method": options.method,
             "name": spec.name,
             "spec": shared_digest(spec),
             "seed": spec.chaos.seed,
+            **measured,
         }
-        record = {**head, **measured} if measured else {}
-        if record:
-            write_json(options.folder / "chaos.json", record)
+        write_json(options.folder / "chaos.json", record)
         return code, record
 
 
@@ -123,7 +125,7 @@ def _make_room(options: ChaosOptions) -> None:
 
 def local_run(
     spec: RunSpec, chaos: ChaosSpec, faults: Sequence[Fault], options: ChaosOptions
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, ChaosRecord | None]:
     """Server and workers as `diloco run` has them, with links between where they are asked for."""
     folder, names = options.folder, [region.name for region in spec.regions]
     links = EmulatedLinks(chaos, faults, names)
@@ -144,7 +146,7 @@ def local_run(
         finally:
             links.close()
     if (span := watcher.span()) is None:
-        return code, {}
+        return code, None
     events = read_events(folder / "events.jsonl")
     return code, aftermath(spec, span, watcher.inflictor.inflicted, events, rate=options.rate)
 
@@ -224,7 +226,7 @@ class FaultWatcher:
 
     def _report(self, inflicted: InflictedFault) -> None:
         fault = inflicted.fault
-        fields: dict[str, Any] = {"fault": fault.kind, "at": round(inflicted.at, 3)}
+        fields: dict[str, object] = {"fault": fault.kind, "at": round(inflicted.at, 3)}
         if fault.region:
             fields["region"] = fault.region
         if fault.duration is not None:

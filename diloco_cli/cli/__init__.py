@@ -3,16 +3,17 @@
 Each module has the commands about one thing, loads what they need when they run, and prints
 what they return; what they do is in `run/`, `plan/`, `sim/`, `chaos/` and `server/`.
 
+    amend.py        amend
     app.py          global options, and the one place where errors become text and exit codes
-    bench.py        bench …: loaded from diloco_cli/bench when it is asked for
     certs.py        certs init, issue, revoke, show
-    chaos.py        chaos
+    data.py         data prepare, train-tokenizer
     doctor.py       doctor
-    plan.py         plan
-    reference.py    no command: writes docs/reference from the code (`make docs`)
+    model.py        export, generate, evaluate
+    profile.py      profile
+    report.py       report, compare
     run.py          run, serve, work, and the trainer that work starts
-    simulate.py     simulate
     spec.py         init, validate, explain
     status.py       status, stop, pull
     store.py        replay, restore
+    study/          plan, simulate, chaos, bench: what a run would do, and what it withstands
 """

@@ -17,7 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_cli.cli import bench, certs, chaos, doctor, plan, run, simulate, spec
+from diloco_cli.cli import amend, certs, data, doctor, model, profile, report, run, spec
+from diloco_cli.cli.study import bench, chaos, plan, simulate
 from diloco_cli.errors import DilocoError
 from diloco_cli.system import logs
 
@@ -31,8 +32,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         from importlib.metadata import version
 
         typer.echo(f"diloco {version('diloco-cli')}")
@@ -60,12 +61,17 @@ def diloco(
 
 spec.register(app)
 run.register(app)
+amend.register(app)
 certs.register(app)
+data.register(app)
 bench.register(app)
 simulate.register(app)
 chaos.register(app)
 plan.register(app)
 doctor.register(app)
+model.register(app)
+profile.register(app)
+report.register(app)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -94,8 +100,8 @@ def _exit_code(arguments: list[str]) -> int:
         _drop_output()
         return 1
     except MemoryError as error:
-        said = f": {error}" if str(error) else ""
-        _report(f"There is not enough memory for this{said}.".replace("..", "."), _SMALLER)
+        reason = f": {error}" if str(error) else ""
+        _report(f"There is not enough memory for this{reason}.".replace("..", "."), _SMALLER)
         return 1
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL:

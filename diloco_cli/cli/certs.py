@@ -65,7 +65,7 @@ def init(
     from diloco_cli.spec.load import load_spec
 
     spec = load_spec(spec_file).spec
-    done = CredentialFolder(folder).found(
+    done = CredentialFolder(folder).create_missing(
         spec.name, [*(host or ()), *_listening(spec.server.listen)], days
     )
     for line in done:
@@ -76,6 +76,12 @@ def init(
     if not host and done:
         typer.echo(
             "hint: only this host can reach the server by these names; add others with --host NAME",
+            err=True,
+        )
+    if not spec.server.certs or spec.server.admit == "listed":
+        typer.echo(
+            f"in {spec_file}: server: {{certs: {folder}, admit: credentialed}}, so that whoever has"
+            " a credential may join (start-server.sh does that by itself)",
             err=True,
         )
     regions = " ".join(f"--region {region.name}" for region in spec.regions[:1])
@@ -109,6 +115,8 @@ def issue(
     home = bundle(folder, role, name)
     typer.echo(home)
     typer.echo(f"next: copy {home} to the same place on the host of {name}", err=True)
+    if role == "upload":
+        typer.echo(f"      there: diloco work SPEC --region {name} --certs {home} …", err=True)
 
 
 @certs.command()
@@ -138,28 +146,28 @@ def show(folder: Folder = HERE, format: OutputFormat = Format.text) -> None:
         "certificates": [
             {
                 "name": name,
-                "names": authority.names_of(one),
-                "expires": one.not_valid_after_utc.timestamp(),
-                "sha256": authority.fingerprint(one),
+                "names": authority.names_of(certificate),
+                "expires": certificate.not_valid_after_utc.timestamp(),
+                "sha256": authority.fingerprint(certificate),
             }
-            for name, one in made.items()
+            for name, certificate in made.items()
         ],
-        "credentials": [_about(one) for one in entries],
+        "credentials": [_entry_document(entry) for entry in entries],
     }
     if format is Format.json:
         typer.echo(json.dumps(document, indent=2))
         return
     typer.echo(f"run {run}")
-    for one in document["certificates"]:
-        names = f" for {', '.join(one['names'])}" if one["names"] else ""
-        typer.echo(f"  {one['name']:<8}until {_day(one['expires'])}{names}")
-        typer.echo(f"          sha256 {one['sha256']}")
-    for one in document["credentials"]:
-        until = f"until {_day(one['expires'])}, serial {one['serial'][:12]}…"
-        typer.echo(f"  {one['role']:<8}{one['name']}: {one['state']}, {until}")
+    for shown in document["certificates"]:
+        names = f" for {', '.join(shown['names'])}" if shown["names"] else ""
+        typer.echo(f"  {shown['name']:<8}until {_day(shown['expires'])}{names}")
+        typer.echo(f"          sha256 {shown['sha256']}")
+    for shown in document["credentials"]:
+        until = f"until {_day(shown['expires'])}, serial {shown['serial'][:12]}…"
+        typer.echo(f"  {shown['role']:<8}{shown['name']}: {shown['state']}, {until}")
 
 
-def _about(entry: TokenEntry) -> dict[str, object]:
+def _entry_document(entry: TokenEntry) -> dict[str, object]:
     return {
         "role": entry.role,
         "name": entry.name,
@@ -173,8 +181,12 @@ def _about(entry: TokenEntry) -> dict[str, object]:
 def _whose(region: str | None, reader: str | None, admin: str | None) -> tuple[Role, str]:
     from diloco_cli.errors import SpecError
 
-    asked: list[tuple[Role, str | None]] = [("upload", region), ("read", reader), ("admin", admin)]
-    given: list[tuple[Role, str]] = [(role, name) for role, name in asked if name]
+    options: list[tuple[Role, str | None]] = [
+        ("upload", region),
+        ("read", reader),
+        ("admin", admin),
+    ]
+    given: list[tuple[Role, str]] = [(role, name) for role, name in options if name]
     if len(given) != 1:
         raise SpecError(
             "Whose is it? Name one of --region, --reader and --admin.", hint="As in --region paris"

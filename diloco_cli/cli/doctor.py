@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from diloco_cli.cli.simulate import Flops, Step
 from diloco_cli.cli.spec import Format, OutputFormat, Overrides
+from diloco_cli.cli.study.simulate import Flops, Step
 from diloco_cli.run.find_credential import CertsOption, for_url
 
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
@@ -32,6 +32,9 @@ def doctor(
     folder: Annotated[
         Path, typer.Option("--dir", metavar="FOLDER", help="Where the run will be kept.")
     ] = Path("runs"),
+    region: Annotated[
+        str, typer.Option(metavar="NAME", help="The region that trains here; any when left out.")
+    ] = "",
     step: Step = "",
     flops: Flops = None,
     format: OutputFormat = Format.text,
@@ -39,20 +42,28 @@ def doctor(
     """Say whether this host is ready, one line per check; ends with 1 if something is not."""
     from diloco_cli.run.doctor import host
 
-    found = None
+    expected = None
     checks = list(host.host(folder))
     if spec_file is not None:
         from diloco_cli.assemble import load_run
+        from diloco_cli.errors import SpecError
         from diloco_cli.plan.plan import plan
         from diloco_cli.sim.world import World, parse_span
+        from diloco_cli.validation import nearest
 
         spec = load_run(spec_file, overrides or ()).spec
-        found = plan(spec, World(step=parse_span(step) if step else None, flops=flops))
-        checks += host.against(found, folder, serves=not server)
+        expected = plan(spec, World(step=parse_span(step) if step else None, flops=flops))
+        known = [each.name for each in spec.regions]
+        if region and region not in known:
+            raise SpecError(
+                f"There is no region {region!r} in {spec_file}.",
+                hint=nearest(region, known, "Its regions are"),
+            )
+        checks += host.against(expected, folder, serves=not server, region=region or None)
     if server:
         from diloco_cli.run.doctor import server as reach
 
-        checks += reach.server(server, found, for_url(certs))
+        checks += reach.server(server, expected, for_url(certs))
     answer = host.summary(checks)
     if format is Format.json:
         typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,8 +19,13 @@ from diloco_cli.run.find_credential import CertsOption, for_region, forget_token
 from diloco_cli.system import logs
 from diloco_cli.system.logs import LogFormat
 
+log = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
+    import numpy as np
+
     from diloco_cli.run.start import BackgroundRun
+    from diloco_cli.server.recovery.start import FirstWeights
     from diloco_cli.spec.schema import RunSpec
 
 Folder = Annotated[
@@ -34,6 +41,37 @@ LogForm = Annotated[
     typer.Option("--log-format", help="Log lines for people, or one JSON object per line."),
 ]
 Cores = Annotated[str, typer.Option("--cores", hidden=True)]
+Failpoint = Annotated[str, typer.Option("--failpoint", hidden=True)]
+Hosts = Annotated[
+    int | None,
+    typer.Option(
+        "--hosts",
+        metavar="N",
+        min=1,
+        envvar="DILOCO_HOSTS",
+        help="How many hosts the region has; must be what the spec says.",
+    ),
+]
+Host = Annotated[
+    int | None,
+    typer.Option(
+        "--host",
+        metavar="K",
+        min=0,
+        envvar="DILOCO_HOST",
+        help="Which of its region's hosts this is, from 0; srun, torchrun and Kubernetes say.",
+    ),
+]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator",
+        metavar="HOST:PORT",
+        envvar="DILOCO_COORDINATOR",
+        help="Where host 0 of the region listens for its other hosts.",
+    ),
+]
+Own = Annotated[str, typer.Option("--own", hidden=True)]
 WithParent = Annotated[bool, typer.Option("--with-parent", hidden=True)]
 
 
@@ -43,6 +81,7 @@ def register(app: typer.Typer) -> None:
     app.command()(serve)
     app.command()(work)
     app.command(hidden=True)(trainer)
+    app.command(hidden=True)(follower)
     status.register(app)
     store.register(app)
 
@@ -102,13 +141,13 @@ def run(
 def _print_summary(folder: Path) -> None:
     """Shows what the run came to, and where to look next."""
     from diloco_cli.observe.terminal import display, summary_view
-    from diloco_cli.run.folder import last_summary
+    from diloco_cli.run.folder import heldout_rows, last_summary
     from diloco_cli.run.start import is_finished
 
     if not (summary := last_summary(folder)):
         typer.echo(f"nothing is known yet; {folder / 'logs'} has the logs", err=True)
         return
-    display(summary_view(summary))
+    display(summary_view(summary, beside=heldout_rows(folder)))
     typer.echo("\nwhere to look next:", err=True)
     typer.echo(f"  {folder / 'summary.json'}   these figures, for programs", err=True)
     typer.echo(f"  {folder / 'logs'}   what each process logged", err=True)
@@ -133,8 +172,8 @@ def program() -> str:
     started = Path(sys.argv[0])
     if started.name == "__main__.py":
         return f"{sys.executable} -m diloco_cli"
-    found = shutil.which(started.name)
-    is_on_path = found and started.exists() and started.samefile(found)
+    installed = shutil.which(started.name)
+    is_on_path = installed and started.exists() and started.samefile(installed)
     return started.name if is_on_path else str(started)
 
 
@@ -144,25 +183,37 @@ def serve(
     folder: Folder = None,
     log_format: LogForm = LogFormat.text,
     with_parent: WithParent = False,
-    failpoint: Annotated[str, typer.Option("--failpoint", hidden=True)] = "",
+    failpoint: Failpoint = "",
 ) -> None:
     """Run the aggregation server on this host."""
-    from diloco_cli.assemble import recipe_of, resolve
+    from diloco_cli.assemble import build_terms, resolve, settings_of
+    from diloco_cli.models import first_tensors
+    from diloco_cli.run.edited_spec import settle_spec
+    from diloco_cli.run.first_weights import check_first_weights, first_weights
     from diloco_cli.run.folder import refuse_foreign, refuse_served
     from diloco_cli.server.lifecycle import serve as serve_run
-    from diloco_cli.spec.resolved import write_resolved
     from diloco_cli.system import failpoints
 
     spec = _load(spec_file, overrides)
     home = folder or _home(spec)
     refuse_foreign(home)
     refuse_served(home)
+    check_first_weights(spec, home)
     logs.set_up("server", log_format)
-    write_resolved(spec, home)
+    settled = settle_spec(spec, home, fresh=False)
+    if settled.remark:
+        log.info(settled.remark)
+    spec = settled.first
     parts = resolve(spec)
     failpoints.arm(failpoint)
+
+    def initial() -> Mapping[str, np.ndarray] | FirstWeights:
+        if spec.start:
+            return first_weights(spec, parts, home)
+        return first_tensors(parts.model, spec.seed)
+
     code = serve_run(
-        recipe_of(spec, parts), home, lambda: parts.model.init(spec.seed), with_parent=with_parent
+        settings_of(spec, parts), home, initial, with_parent=with_parent, build=build_terms
     )
     raise typer.Exit(code)
 
@@ -181,36 +232,80 @@ def work(
         typer.Option(metavar="SECONDS", help="How long to try before the server first answers."),
     ] = 60.0,
     certs: CertsOption = None,
+    leave: Annotated[
+        bool,
+        typer.Option("--leave", help="Train no more: have what is held merged, then go for good."),
+    ] = False,
+    hosts: Hosts = None,
+    host: Host = None,
+    coordinator: Coordinator = None,
     log_format: LogForm = LogFormat.text,
     cores: Cores = "",
     with_parent: WithParent = False,
+    failpoint: Failpoint = "",
 ) -> None:
-    """Train one region on this host."""
-    from diloco_cli.assemble import resolve, shared_digest, shared_settings
+    """Train one region on this host, or a part of one."""
+    from diloco_cli.assemble import build_amended, resolve, shared_digest, shared_settings
     from diloco_cli.run.folder import refuse_foreign
+    from diloco_cli.system import failpoints
     from diloco_cli.worker.agent import agent
+    from diloco_cli.worker.hosts.first_host import FirstHost
+    from diloco_cli.worker.hosts.follower_supervisor import supervise
+    from diloco_cli.worker.hosts.secret import take_secret
+    from diloco_cli.worker.hosts.which_host import find_place
 
     spec = _load(spec_file, overrides)
-    name = _one_region(spec, region)
+    name = _any_region(spec, region)
     home = folder or _home(spec)
     refuse_foreign(home)
-    url = _server_of(server, home)
+    place = find_place(
+        name,
+        spec.region(name).host_count,
+        hosts=hosts,
+        host=host,
+        coordinator=coordinator,
+        environment=os.environ,
+    )
+    number = place.host if place else 0
+    url = _server_of(server, home) if number == 0 else ""
     credentials = for_region(spec, name, certs)
     forget_tokens(spec, name)
-    logs.set_up("worker", log_format, region=name)
-    terms = agent.SharedSettings(
+    logs.set_up(f"host {number}" if number else "worker", log_format, region=name)
+    secret = b""
+    if place:
+        folder_of = home / "regions" / name
+        secret = take_secret(spec.name, name, token=credentials.token, folder=folder_of)
+    if place and number:
+        code = supervise(
+            spec,
+            name,
+            home,
+            place,
+            secret,
+            wait=wait,
+            cores=_cores(cores),
+            with_parent=with_parent,
+            failpoint=failpoint,
+        )
+        raise typer.Exit(code)
+    shared = agent.SharedSettings(
         shared_settings(spec), shared_digest(spec), resolve(spec).layout.digest
     )
+    failpoints.arm(failpoint)  # Those of its trainer are set there.
     code = agent.work(
         spec,
         name,
         home,
         url,
-        terms=terms,
+        shared=shared,
+        build=build_amended,
         cores=_cores(cores),
         with_parent=with_parent,
         wait=wait,
         credentials=credentials,
+        leave=leave,
+        hosts=FirstHost(place, secret) if place else None,
+        failpoint=failpoint if place else "",
     )
     raise typer.Exit(code)
 
@@ -222,18 +317,56 @@ def trainer(
     log_format: LogForm = LogFormat.text,
     cores: Cores = "",
     alone: Annotated[float, typer.Option("--alone", hidden=True)] = 60.0,
+    hosts: Hosts = None,
+    coordinator: Coordinator = None,
+    own: Own = "",
+    failpoint: Failpoint = "",
+    terms: Annotated[int, typer.Option("--terms", hidden=True)] = 0,
 ) -> None:
     """Train one region's inner steps; started by `diloco work`."""
     # Loading JAX and tracing leave next to no garbage, and looking for it takes a tenth of
     # the start. The trainer turns it on again when it has made its first step.
     gc.disable()
+    from diloco_cli.system import failpoints
+    from diloco_cli.worker.hosts.which_host import HostPlace
     from diloco_cli.worker.trainer.loop import train
 
+    failpoints.arm(failpoint)
+    place = HostPlace(0, hosts, coordinator) if hosts and coordinator else None
     spec = _load(spec_file, None)
-    name = _one_region(spec, region)
+    name = _any_region(spec, region)
     home = folder or _home(spec)
     logs.set_up("trainer", log_format, region=name)
-    raise typer.Exit(train(spec, name, home, cores=_cores(cores), alone=alone))
+    code = train(
+        spec, name, home, terms=terms, cores=_cores(cores), alone=alone, place=place, own=own
+    )
+    raise typer.Exit(code)
+
+
+def follower(
+    run: Annotated[str, typer.Argument(metavar="RUN")],
+    region: Annotated[str, typer.Option("--region")],
+    hosts: Annotated[int, typer.Option("--hosts")],
+    host: Annotated[int, typer.Option("--host")],
+    coordinator: Annotated[str, typer.Option("--coordinator")],
+    generation: Annotated[str, typer.Option("--generation")],
+    own: Own = "",
+    log_format: LogForm = LogFormat.text,
+    cores: Cores = "",
+    failpoint: Failpoint = "",
+) -> None:
+    """Do what the first host of a region does; started by `diloco work` on its other hosts."""
+    gc.disable()
+    from diloco_cli.assemble import build_amended
+    from diloco_cli.system import failpoints
+    from diloco_cli.worker.hosts.follower import follow
+    from diloco_cli.worker.hosts.which_host import HostPlace
+
+    failpoints.arm(failpoint)
+    logs.set_up(f"host {host} follower", log_format, region=region)
+    place = HostPlace(host, hosts, coordinator)
+    code = follow(place, run, region, generation, build=build_amended, own=own, cores=_cores(cores))
+    raise typer.Exit(code)
 
 
 def _load(spec_file: Path, overrides: Sequence[str] | None) -> RunSpec:
@@ -249,51 +382,66 @@ def _home(spec: RunSpec) -> Path:
     return RUNS / spec.name
 
 
-def _regions(spec: RunSpec, asked: str | None) -> tuple[str, ...]:
+def _regions(spec: RunSpec, listed: str | None) -> tuple[str, ...] | None:
+    """The regions that were named; None when none were, which means all."""
     from diloco_cli.errors import SpecError
 
     known = [region.name for region in spec.regions]
-    if asked is None:
-        return tuple(known)
-    names = [name.strip() for name in asked.split(",") if name.strip()]
+    if listed is None:
+        return None
+    names = [name.strip() for name in listed.split(",") if name.strip()]
     if not names:
         raise SpecError(
-            f"--regions {asked!r} names no region.",
+            f"--regions {listed!r} names no region.",
             hint=f"The regions of {spec.name} are: {', '.join(known)}. Leave it out for all.",
         )
     return tuple(dict.fromkeys(_one_region(spec, name) for name in names))
 
 
-def _one_region(spec: RunSpec, asked: str | None) -> str:
+def _any_region(spec: RunSpec, name: str | None) -> str:
+    """The region that was named; whether one that is not listed may join, the server says."""
+    from diloco_cli.errors import SpecError
+    from diloco_cli.spec.schema import is_a_name
+
+    if not name:
+        names = ", ".join(region.name for region in spec.regions)
+        raise SpecError(
+            "Which region is this? Neither --region nor DILOCO_REGION says so.",
+            hint=f"The regions of {spec.name} are: {names}.",
+        )
+    if not is_a_name(name):
+        raise SpecError(
+            f"{name!r} cannot be the name of a region.",
+            hint="Names are small letters, digits, - and _, as in --region oslo",
+        )
+    return name
+
+
+def _one_region(spec: RunSpec, name: str) -> str:
     from diloco_cli.errors import SpecError
     from diloco_cli.validation import nearest
 
     names = [region.name for region in spec.regions]
-    if asked in names:
-        return asked
-    if not asked:
-        raise SpecError(
-            "Which region is this? Neither --region nor DILOCO_REGION says so.",
-            hint=f"The regions of {spec.name} are: {', '.join(names)}.",
-        )
+    if name in names:
+        return name
     raise SpecError(
-        f"There is no region {asked!r} in {spec.name}; it has {', '.join(names)}.",
-        hint=nearest(asked, names, "Known regions"),
+        f"There is no region {name!r} in {spec.name}; it has {', '.join(names)}.",
+        hint=nearest(name, names, "Known regions"),
     )
 
 
-def _server_of(asked: str | None, folder: Path) -> str:
+def _server_of(url: str | None, folder: Path) -> str:
     from diloco_cli.errors import SpecError
     from diloco_cli.run.folder import address_of
 
-    found = asked or address_of(folder).url
-    if not found:
+    url = url or address_of(folder).url
+    if not url:
         raise SpecError(
             "Where is the server? Neither --server nor DILOCO_SERVER says so, and "
             f"{folder} has no server running.",
             hint="Start it with `diloco serve SPEC`; it prints its URL.",
         )
-    return str(found)
+    return url
 
 
 def _cores(text: str) -> tuple[int, ...] | None:

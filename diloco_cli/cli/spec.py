@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,10 @@ import typer
 if TYPE_CHECKING:
     from diloco_cli.spec.describe import KindDescription
     from diloco_cli.spec.load import Loaded
+    from diloco_cli.spec.schema import RunSpec
+
+MOST_LISTED = 5
+"""Held-out files that `validate` names."""
 
 
 class Format(StrEnum):
@@ -86,12 +91,20 @@ def validate(
         if format is Format.text:
             raise
         problems = error.as_data() if isinstance(error, SpecErrors) else [_whole(spec_file, error)]
-        _print_json({"ok": False, "problems": problems, "spec": None})
+        _print_json({"ok": False, "problems": problems, "warnings": [], "spec": None})
         raise typer.Exit(error.exit_code) from None
     if format is Format.json:
-        spec = resolved(spelled_out(loaded.spec))
-        _print_json({"ok": True, "problems": [], "spec": spec})
+        document = {
+            "ok": True,
+            "problems": [],
+            "warnings": [asdict(warning) for warning in loaded.warnings],
+            "spec": resolved(spelled_out(loaded.spec)),
+            "heldout": _heldout(loaded.spec),
+        }
+        _print_json(document)
     else:
+        for warning in loaded.warnings:
+            typer.echo(f"warning: {warning}\nhint: {warning.hint}", err=True)
         _describe(loaded)
 
 
@@ -114,6 +127,44 @@ def _describe(loaded: Loaded) -> None:
         f"  exchange  each fragment every {sync.every} inner steps, {spec.wire.up['kind']} up"
     )
     typer.echo(f"  budget    {spec.budget.tokens:,} tokens of all regions together")
+    for text in _heldout(spec):
+        whose = (
+            "" if len(text["regions"]) == len(spec.regions) else f"{', '.join(text['regions'])}: "
+        )
+        typer.echo(f"  held out  {whose}{text['text']}")
+        for file in text.get("files", ())[:MOST_LISTED]:
+            typer.echo(f"            {file['share']:6.1%}  {file['path']}")
+        if (more := len(text.get("files", ())) - MOST_LISTED) > 0:
+            typer.echo(f"            and {more} more; --format json lists all")
+
+
+def _heldout(spec: RunSpec) -> list[dict[str, Any]]:
+    """Says of every different `data` which of the files found here are held out."""
+    from diloco_cli.data import NamesHeldout, datasets
+    from diloco_cli.data.first_bytes import NotText
+    from diloco_cli.errors import SpecError
+
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for region in spec.regions:
+        data = spec.data_of(region.name)
+        same = next((names for other, names in groups if other == data), None)
+        if same is None:
+            groups.append((data, [region.name]))
+        else:
+            same.append(region.name)
+    found: list[dict[str, Any]] = []
+    for data, names in groups:
+        dataset = datasets.build(data)
+        if not isinstance(dataset, NamesHeldout):
+            continue
+        try:
+            text = dataset.held_out()
+            found.append({"regions": names, "text": text.extent, **text.as_data()})
+        except NotText:
+            raise
+        except SpecError as error:  # The files may lie on the region's host only.
+            found.append({"regions": names, "text": f"not known here: {error.message}"})
+    return found
 
 
 def explain(
@@ -133,11 +184,11 @@ def explain(
             f"There is nothing called {seam!r} to explain.",
             hint=nearest(seam, list(SEAMS), "Known"),
         )
-    asked = {name: kinds_of(SEAMS[name]) for name in ([seam] if seam else SEAMS)}
+    shown = {name: kinds_of(SEAMS[name]) for name in ([seam] if seam else SEAMS)}
     if format is Format.json:
-        _print_json({name: [_kind_data(kind) for kind in kinds] for name, kinds in asked.items()})
+        _print_json({name: [_kind_data(kind) for kind in kinds] for name, kinds in shown.items()})
         return
-    for name, kinds in asked.items():
+    for name, kinds in shown.items():
         typer.echo(f"{name}:" if seam else f"{name}: {', '.join(kind.name for kind in kinds)}")
         for kind in kinds if seam else ():
             _print_kind(kind)

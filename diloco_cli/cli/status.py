@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco_cli.cli.spec import Format, OutputFormat
-from diloco_cli.run.find_credential import CertsOption, for_asking
+from diloco_cli.run.find_credential import CertsOption, for_calls
 
 if TYPE_CHECKING:
     from diloco_cli.observe.status import LastKnown, Status, Summary
     from diloco_cli.run.ask import ShortCalls
     from diloco_cli.run.folder import Target
+    from diloco_cli.wire.messages import Amendment
 
 TargetArgument = Annotated[
     str | None,
@@ -54,15 +56,15 @@ def status(
     from diloco_cli.run.ask import ShortCalls
     from diloco_cli.run.folder import find
 
-    found = find(target)
-    asking = ShortCalls(for_asking(found, certs))
+    run = find(target)
+    calls = ShortCalls(for_calls(run, certs))
     try:
         if watch:
-            _watch(found, asking, format)
+            _watch(run, calls, format)
         else:
-            _print_status(_asked(found, asking), format)
+            _print_status(run, _current_status(run, calls), format)
     except LinkError as error:
-        _print_last_known(found, format, error)
+        _print_last_known(run, format, error)
 
 
 def stop(
@@ -80,26 +82,26 @@ def stop(
     from diloco_cli.run.ask import ShortCalls
     from diloco_cli.run.folder import find, is_a_regions, runner_of, server_elsewhere
 
-    found = find(target)
-    asking = ShortCalls(for_asking(found, certs))
-    runner = runner_of(found.folder) if found.folder else None
+    run = find(target)
+    calls = ShortCalls(for_calls(run, certs))
+    runner = runner_of(run.folder) if run.folder else None
     try:
-        if found.url is None:
-            raise LinkError(f"{found} has no server running.")
-        asking.stop(found.url)
+        if run.url is None:
+            raise LinkError(f"{run} has no server running.")
+        calls.stop(run.url)
     except LinkError:
-        if runner is None and found.folder is None:
+        if runner is None and run.folder is None:
             raise
-        if runner is None and found.folder and is_a_regions(found.folder):
-            raise server_elsewhere(found.folder, "stop") from None
+        if runner is None and run.folder and is_a_regions(run.folder):
+            raise server_elsewhere(run.folder, "stop") from None
         if runner is None:
-            typer.echo(f"{found} is not running.", err=True)
+            typer.echo(f"{run} is not running.", err=True)
             return
         # Its server is down just now; the process that would start it again can be asked.
         os.kill(runner, signal.SIGTERM)
-    typer.echo(f"{found} is stopping.", err=True)
-    _await_end(found, asking, wait)
-    typer.echo(f"{found} has stopped.", err=True)
+    typer.echo(f"{run} is stopping.", err=True)
+    _await_end(run, calls, wait)
+    typer.echo(f"{run} has stopped.", err=True)
 
 
 def pull(
@@ -111,67 +113,63 @@ def pull(
         int | None,
         typer.Option("--version", metavar="N", min=0, help="An older version of every fragment."),
     ] = None,
+    ema: Annotated[
+        bool,
+        typer.Option("--ema", help="The average of the last versions that `outer.ema` keeps."),
+    ] = False,
     certs: CertsOption = None,
 ) -> None:
     """Fetch the global weights as safetensors.
 
     They come from the server, or from the folder of a run whose server is gone.
     """
-    from diloco_cli.errors import LinkError
     from diloco_cli.run.folder import find
+    from diloco_cli.run.model.find import fetch_weights
     from diloco_cli.run.offline import refuse_unwritable
 
-    found = find(target)
+    run = find(target)
     refuse_unwritable(out)
-    metadata = None
-    if found.url:
-        from diloco_cli.net.client import Client
-        from diloco_cli.net.options import Options, Retry
-
-        try:
-            options = Options(retry=Retry(tries=2), credentials=for_asking(found, certs))
-            with Client(found.url, options) as client:
-                metadata = client.weights(out, version=version)
-        except LinkError:
-            if found.folder is None:
-                raise
-    if metadata is None:
-        from diloco_cli.run.offline import write_weights
-
-        assert found.folder is not None
-        metadata = write_weights(found.folder, out, version=version)
+    metadata = fetch_weights(run, out, version=version, ema=ema, certs=certs)
     typer.echo(f"versions {metadata.get('versions', '?')} of run {metadata.get('run')}", err=True)
     typer.echo(out)
 
 
-def _asked(found: Target, asking: ShortCalls) -> Status:
+def _current_status(run: Target, calls: ShortCalls) -> Status:
     from diloco_cli.errors import LinkError
     from diloco_cli.run.folder import is_a_regions, server_elsewhere
     from diloco_cli.system.locks import FileLock
 
-    if found.folder and is_a_regions(found.folder):
-        raise server_elsewhere(found.folder, "status")
+    if run.folder and is_a_regions(run.folder):
+        raise server_elsewhere(run.folder, "status")
     # A server that was killed leaves its address behind, but not its lock.
-    if found.url is None or (found.folder and FileLock(found.folder / "server" / "lock").is_free()):
-        raise LinkError(f"{found} has no server running.", hint="`diloco run` starts it again.")
-    return asking.status(found.url)
+    if run.url is None or (run.folder and FileLock(run.folder / "server" / "lock").is_free()):
+        raise LinkError(f"{run} has no server running.", hint="`diloco run` starts it again.")
+    return calls.status(run.url)
 
 
-def _print_status(status: Status, format: Format) -> None:
+def _print_status(run: Target, status: Status, format: Format) -> None:
     if format is Format.json:
         typer.echo(json.dumps(status.plain(), indent=2))
         return
     from diloco_cli.observe.terminal import display, status_view
 
     display(status_view(status))
+    for label, text in _heldout(run):
+        typer.echo(f"{label}: {text}")
 
 
-def _watch(found: Target, asking: ShortCalls, format: Format) -> None:
+def _heldout(run: Target) -> list[tuple[str, str]]:
+    from diloco_cli.run.folder import heldout_rows
+
+    return heldout_rows(run.folder) if run.folder else []
+
+
+def _watch(run: Target, calls: ShortCalls, format: Format) -> None:
     """Shows the run until it ends; a server that is away is waited for."""
     from diloco_cli.observe.terminal import ProgressDisplay, to_stdout
     from diloco_cli.run.folder import last_summary
 
-    status, since, summary = _asked(found, asking), "", None
+    status, since, summary = _current_status(run, calls), "", None
     with ProgressDisplay(to_stdout()) as progress:
         while not status.over:
             shown = status
@@ -184,55 +182,80 @@ def _watch(found: Target, asking: ShortCalls, format: Format) -> None:
             else:
                 progress.show(shown)
             time.sleep(WATCH_SECONDS)
-            fresh = _asked_again(found, asking)
+            fresh = _status_or_none(run, calls)
             since = "" if fresh else since or time.strftime("%H:%M:%S")
             status = fresh or status
-            summary = last_summary(found.folder) if found.folder and not fresh else None
+            summary = last_summary(run.folder) if run.folder and not fresh else None
             if summary and summary.over:
                 break
     if summary:
-        _print_summary(summary, format)
+        _print_summary(summary, run, format)
     else:
-        _print_status(status, format)
+        _print_status(run, status, format)
 
 
-def _asked_again(found: Target, asking: ShortCalls) -> Status | None:
+def _status_or_none(run: Target, calls: ShortCalls) -> Status | None:
     """Asks wherever the server listens now; None while it does not answer."""
     from diloco_cli.errors import LinkError, WireError
     from diloco_cli.run.folder import address_of
 
-    url = address_of(found.folder).url if found.folder else None
+    url = address_of(run.folder).url if run.folder else None
     try:
-        return asking.status(str(url or found.url))
+        return calls.status(str(url or run.url))
     except (LinkError, WireError):
         return None
 
 
-def _print_last_known(found: Target, format: Format, error: Exception) -> None:
+def _print_last_known(run: Target, format: Format, error: Exception) -> None:
     """Says what the folder still knows; a run that has ended needs no server to be known."""
     from diloco_cli.run.folder import last_summary
     from diloco_cli.run.offline import known_without_server
 
-    if found.folder is None:
+    if run.folder is None:
         raise error
-    summary = last_summary(found.folder)
-    _print_summary(summary or known_without_server(found.folder), format)
+    summary = last_summary(run.folder)
+    _print_summary(summary or known_without_server(run.folder), run, format)
     if summary is None or not summary.ended:
         raise error
 
 
-def _print_summary(document: Summary | LastKnown, format: Format) -> None:
+def _print_summary(document: Summary | LastKnown, run: Target, format: Format) -> None:
+    amendments = _amendments(run)
     if format is Format.json:
-        typer.echo(json.dumps({**document.plain(), "reachable": False}, indent=2))
+        listed = [amendment.model_dump(mode="json") for amendment in amendments]
+        beside = {"amendments": listed, "reachable": False}
+        typer.echo(json.dumps({**document.plain(), **beside}, indent=2))
         return
     from diloco_cli.observe.status import Summary
-    from diloco_cli.observe.terminal import display, last_known_view, summary_view
+    from diloco_cli.observe.terminal import (
+        amendment_lines,
+        display,
+        last_known_view,
+        summary_view,
+    )
 
-    is_summary = isinstance(document, Summary)
-    display(summary_view(document) if is_summary else last_known_view(document))
+    if isinstance(document, Summary):
+        display(summary_view(document, beside=_heldout(run)))
+    else:
+        display(last_known_view(document))
+    for line in amendment_lines(amendments):
+        typer.echo(line)
 
 
-def _await_end(found: Target, asking: ShortCalls, seconds: float) -> None:
+def _amendments(run: Target) -> list[Amendment]:
+    """What is on record in the folder of a run whose server is gone; nothing if it is damaged."""
+    from diloco_cli.errors import DilocoError
+    from diloco_cli.run.edited_spec import amendments_of
+    from diloco_cli.server.build_status import amendment_of
+
+    if run.folder is None:
+        return []
+    with contextlib.suppress(DilocoError, OSError):
+        return [amendment_of(record) for record in amendments_of(run.folder)]
+    return []
+
+
+def _await_end(run: Target, calls: ShortCalls, seconds: float) -> None:
     """Waits until nobody holds the run any more."""
     from diloco_cli.errors import LinkError, RunFailed
     from diloco_cli.run.folder import runner_of
@@ -240,20 +263,17 @@ def _await_end(found: Target, asking: ShortCalls, seconds: float) -> None:
 
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found.folder:
-            if (
-                runner_of(found.folder) is None
-                and FileLock(found.folder / "server" / "lock").is_free()
-            ):
+        if run.folder:
+            if runner_of(run.folder) is None and FileLock(run.folder / "server" / "lock").is_free():
                 return
         else:
-            assert found.url is not None
+            assert run.url is not None
             try:
-                asking.status(found.url)
+                calls.status(run.url)
             except LinkError:
                 return
         time.sleep(0.2)
     raise RunFailed(
-        f"{found} is still stopping after {seconds:g} s.",
-        hint=f"`diloco status {found}` shows what it waits for; wait longer with --wait.",
+        f"{run} is still stopping after {seconds:g} s.",
+        hint=f"`diloco status {run}` shows what it waits for; wait longer with --wait.",
     )

@@ -1,4 +1,5 @@
-"""Commands for the server's folder: is it what it says (replay), bring it back (restore)."""
+"""Commands for the server's folder: is it what it says (replay), copy it (backup), bring it back
+(restore)."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Adds the commands of this module."""
     app.command()(replay)
+    app.command()(backup)
     app.command()(restore)
 
 
@@ -28,7 +30,7 @@ def replay(
     ] = None,
     format: OutputFormat = Format.text,
 ) -> None:
-    """Make the server's weights again from its journal and compare every bit.
+    """Recompute the server's weights from its journal and compare every bit.
 
     Exit code 0 when every digest is the recorded one, 5 when one differs or something is
     damaged or missing. The folder is not changed; its server must not be running.
@@ -36,17 +38,56 @@ def replay(
     from diloco_cli.run.folder import refuse_served
 
     refuse_served(folder)
-    found = _replayed(folder, to)
+    result = _replay(folder, to)
     if format is Format.json:
-        typer.echo(json.dumps(_document(found), indent=2))
+        typer.echo(json.dumps(_replay_document(result), indent=2))
         return
-    for line in found.lines:
-        typer.echo(_said(line, found.base))
-    typer.echo(f"record {found.record}  state {found.digest}")
+    for line in result.lines:
+        typer.echo(_fragment_line(line, result.base))
+    typer.echo(f"record {result.record}  state {result.digest}")
+
+
+def backup(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The run folder on the server's host.")
+    ],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where copies are kept.")],
+    every: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Again and again, such as 5m.")
+    ] = None,
+    keep: Annotated[int, typer.Option(min=1, metavar="N", help="Copies to keep.")] = 3,
+) -> None:
+    """Copy a server's folder while it runs: journal, weights, spec and certificates.
+
+    Each copy is whole, and takes the room of what is new since the one before. It holds the
+    keys of `server.certs`: keep it as safe as those.
+    """
+    from diloco_cli.errors import DilocoError, SpecError
+    from diloco_cli.run.copies import back_up
+    from diloco_cli.spec.durations import HINT, seconds_of
+    from diloco_cli.system.wakeup import Signals
+
+    pause = seconds_of(every) if every else None
+    if every and pause is None:
+        raise SpecError(f"--every is {every!r}, which is no duration.", hint=HINT)
+    with Signals() as signals:
+        while True:
+            try:
+                typer.echo(back_up(run, to, keep=keep))
+            except DilocoError as error:
+                if pause is None:
+                    raise
+                typer.echo(f"error: {error.message} The next try is in {every}.", err=True)
+            if pause is not None and not signals.count:
+                signals.pause(pause)
+            if pause is None or signals.count:
+                return
 
 
 def restore(
-    copy: Annotated[Path, typer.Argument(metavar="COPY", help="A copy of a run folder.")],
+    copy: Annotated[
+        Path, typer.Argument(metavar="COPY", help="What `diloco backup` made, or a copy.")
+    ],
     folder: Annotated[
         Path, typer.Option("--dir", metavar="FOLDER", help="Where the server is to live now.")
     ],
@@ -57,13 +98,16 @@ def restore(
     The copy is replayed before and after; exit code 5 when it is damaged. Regions that have
     seen newer versions than the copy stop with exit code 5 instead of training on.
     """
-    from diloco_cli.run.restore import bring_back
+    from diloco_cli.run.copies import bring_back, bring_back_certs, newest_copy
 
-    before = _replayed(copy, None)
+    copy = newest_copy(copy)
+    before = _replay(copy, None)
     bring_back(copy, folder)
-    after = _replayed(folder, None)
+    if certs := bring_back_certs(copy):
+        typer.echo(f"The certificates are in {certs} again.", err=True)
+    after = _replay(folder, None)
     if format is Format.json:
-        typer.echo(json.dumps({**_document(after), "equal": before.digest == after.digest}))
+        typer.echo(json.dumps({**_replay_document(after), "equal": before.digest == after.digest}))
     else:
         typer.echo(f"{folder} stands at record {after.record}  state {after.digest}")
         typer.echo(
@@ -78,8 +122,8 @@ def restore(
         )
 
 
-def _replayed(folder: Path, to: int | None) -> Replay:
-    from diloco_cli.assemble import load_run, recipe_of, resolve, spelled_out
+def _replay(folder: Path, to: int | None) -> Replay:
+    from diloco_cli.assemble import build_terms, load_run, resolve, settings_of, spelled_out
     from diloco_cli.errors import SpecError
     from diloco_cli.run.folder import RESOLVED
     from diloco_cli.server.recovery.verify import replay as replay_run
@@ -91,11 +135,11 @@ def _replayed(folder: Path, to: int | None) -> Replay:
                 hint="Name the run folder, the one above `server/`.",
             )
     spec = spelled_out(load_run(folder / RESOLVED).spec)
-    recipe = recipe_of(spec, resolve(spec))
-    return replay_run(recipe, folder / "server", to=to)
+    settings = settings_of(spec, resolve(spec))
+    return replay_run(settings, folder / "server", to=to, build=build_terms)
 
 
-def _said(line: ReplayedFragment, base: int) -> str:
+def _fragment_line(line: ReplayedFragment, base: int) -> str:
     start = f"version {line.start}" if line.start else "the initial weights"
     if base:
         start += f", journal compacted up to record {base}"
@@ -103,12 +147,12 @@ def _said(line: ReplayedFragment, base: int) -> str:
     return f"fragment {line.fragment}  version {line.version}  {line.digest[:12]}  equal ({again})"
 
 
-def _document(found: Replay) -> dict[str, object]:
+def _replay_document(result: Replay) -> dict[str, object]:
     return {
-        "run": found.run,
-        "record": found.record,
-        "compacted": found.base,
-        "state": found.digest,
+        "run": result.run,
+        "record": result.record,
+        "compacted": result.base,
+        "state": result.digest,
         "fragments": [
             {
                 "fragment": line.fragment,
@@ -117,6 +161,6 @@ def _document(found: Replay) -> dict[str, object]:
                 "made": line.made,
                 "digest": line.digest,
             }
-            for line in found.lines
+            for line in result.lines
         ],
     }

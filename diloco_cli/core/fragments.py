@@ -33,6 +33,9 @@ class Tensor:
     shape: tuple[int, ...]
     embedding: bool = False
     """Rows are used one by one, so merging goes by the plain mean."""
+    parted: bool = False
+    """Every row is a matrix of its own, such as an expert: it is a piece by itself, and rules
+    that go by length and direction take it by itself."""
 
     @property
     def size(self) -> int:
@@ -137,7 +140,7 @@ def _split(tensors: Sequence[Tensor], count: int, fineness: int) -> list[tuple[T
     for tensor in tensors:  # In whole numbers, so that no platform rounds differently.
         share = tensor.size * count * fineness
         wanted = -(-share // total) if 3 * share > 4 * total else 1
-        parts.append(min(wanted, tensor.rows))
+        parts.append(tensor.rows if tensor.parted else min(wanted, tensor.rows))
     while sum(parts) < count:
         able = [i for i, tensor in enumerate(tensors) if parts[i] < tensor.rows]
         largest = max(able, key=lambda i: (tensors[i].size / parts[i], tensors[i].name))

@@ -9,10 +9,19 @@ knows nothing of their meaning.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, get_args
 
+from diloco_cli.core.lanes import (
+    CorpusOrder,
+    LaneMove,
+    LaneReason,
+    Positions,
+    plain_positions,
+    read_positions,
+)
 from diloco_cli.core.rounds import Fate, Receipt
+from diloco_cli.core.unmerged_work import Work
 
 Entry = Mapping[str, Any]
 """A record as JSON."""
@@ -28,6 +37,21 @@ class JournalRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class RunBegun(JournalRecord):
+    """Version 0 is stored, of weights that the run did not make itself: its first record."""
+
+    kind: ClassVar[str] = "begun"
+    source: str
+    """Where the weights are from, for people."""
+    weights: str
+    """Digest of the whole model's tensors."""
+    momentum: str
+    """`fresh` or `keep`."""
+    states: tuple[str, ...]
+    """Digest of everything the server keeps of version 0, by fragment."""
+
+
+@dataclass(frozen=True, slots=True)
 class RegionJoined(JournalRecord):
     """A worker got the region's lease under a new epoch."""
 
@@ -36,6 +60,21 @@ class RegionJoined(JournalRecord):
     owner: str
     boot: int
     epoch: int
+    order: CorpusOrder | None = None
+    """How it reads which text; None if that is as before, or not known."""
+    key: str | None = None
+    """Digest of the key that later joins under this name must show, where one is asked for."""
+    at: float = 0.0
+    """On the allowance clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRetired(JournalRecord):
+    """A region is no member any more: it left for good, or was silent for too long."""
+
+    kind: ClassVar[str] = "retired"
+    region: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +102,14 @@ class FrameDecided(JournalRecord):
     """Of an accepted frame."""
     sound: bool | None = None
     """Of a refused frame: its content is fit, but the region is in quarantine."""
+    lanes: Positions | None = None
+    """How far the work of an accepted frame has read, where that is further than was known."""
+    at: float | None = None
+    """Of an accepted frame: when, on the allowance clock."""
+    counted: Work | None = None
+    """Of an accepted frame: how much of the work it claims counts; all of it if not said."""
+    credit: float | None = None
+    """Of an accepted frame: steps that would have counted beside these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +121,8 @@ class RoundClosed(JournalRecord):
     version: int
     members: tuple[str, ...]
     drain: bool
+    terms: int = 0
+    """Number of the terms by which the version is made, whatever the terms are by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +158,8 @@ class VersionPublished(JournalRecord):
     """Sent to regions so far."""
     seconds: float = 0.0
     """That the run has been served, all starts together."""
+    terms: int = 0
+    """By which it was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +173,7 @@ class VersionStored(JournalRecord):
 
 @dataclass(frozen=True, slots=True)
 class RunEnded(JournalRecord):
-    """The budget is merged; what regions still hold is drained."""
+    """All of the budget is spoken for; what regions still hold is drained."""
 
     kind: ClassVar[str] = "end"
     why: str
@@ -137,6 +188,18 @@ class RunFinished(JournalRecord):
 
 
 @dataclass(frozen=True, slots=True)
+class RunResumed(JournalRecord):
+    """Less than the budget came out of the drain, so the run goes on."""
+
+    kind: ClassVar[str] = "resumed"
+    why: str
+    trained: Mapping[str, float]
+    """By region: tokens that it had trained, of the fragment of which it trained most."""
+    at: float
+    """On the allowance clock."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsEvaluated(JournalRecord):
     """A region measured the held-out loss of published versions."""
 
@@ -144,6 +207,54 @@ class WeightsEvaluated(JournalRecord):
     versions: tuple[int, ...]
     loss: float
     region: str
+
+
+@dataclass(frozen=True, slots=True)
+class TermsAmended(JournalRecord):
+    """Settings of the run changed: `number` is that of the terms from here on."""
+
+    kind: ClassVar[str] = "amended"
+    number: int
+    id: str
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """By dotted key; None takes a key back to its default."""
+    add: tuple[Entry, ...] = ()
+    remove: tuple[str, ...] = ()
+    by: str = ""
+    why: str = ""
+    reopens: bool = False
+    """The run had ended, and these terms leave tokens to train."""
+    digest: str = ""
+    """Of the settings that every region shares under these terms."""
+    repace: tuple[str, ...] = ()
+    """Regions whose pace on record is forgotten, and learnt anew."""
+    at: float | None = None
+    """On the allowance clock, where a pace is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class LanesDealt(JournalRecord):
+    """Lanes of a text got other readers; the number of the record is the grant."""
+
+    kind: ClassVar[str] = "lanes"
+    order: str
+    why: LaneReason
+    moves: tuple[LaneMove, ...] = ()
+    count: int | None = None
+    """split: lanes of the order from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPaced(JournalRecord):
+    """A region's pace was learnt."""
+
+    kind: ClassVar[str] = "paced"
+    region: str
+    steps_per_second: float
+    at: float
+    """On the allowance clock."""
+    credit: float | None = None
+    """Steps that are left of any fragment's credit at most: it grew faster before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +267,9 @@ class Snapshot(JournalRecord):
 
 
 Record = (
-    RegionJoined
+    RunBegun
+    | RegionJoined
+    | RegionRetired
     | FragmentCalled
     | FrameDecided
     | RoundClosed
@@ -165,7 +278,11 @@ Record = (
     | VersionStored
     | RunEnded
     | RunFinished
+    | RunResumed
     | WeightsEvaluated
+    | TermsAmended
+    | LanesDealt
+    | RegionPaced
     | Snapshot
 )
 
@@ -179,6 +296,12 @@ def encode(record: Record) -> dict[str, Any]:
         value = getattr(record, each.name)
         if isinstance(value, Receipt):
             value = value.as_record()
+        elif isinstance(value, CorpusOrder | Work):
+            value = asdict(value)
+        elif each.name == "moves":
+            value = [move._asdict() for move in value]
+        elif each.name == "lanes" and value is not None:
+            value = plain_positions(value)
         if value is not None:
             entry[each.name] = value
     return entry
@@ -194,7 +317,15 @@ def decode(entry: Entry) -> Record | None:
         if isinstance(value, list):
             values[name] = tuple(value)
     if "receipt" in values:
-        values["receipt"] = Receipt(**values["receipt"])
+        values["receipt"] = Receipt.of(values["receipt"])
+    if kind is RegionJoined and "order" in values:
+        values["order"] = CorpusOrder(**values["order"])
+    if "moves" in values:
+        values["moves"] = tuple(LaneMove(**move) for move in values["moves"])
+    if "lanes" in values:
+        values["lanes"] = read_positions(values["lanes"])
+    if "counted" in values:
+        values["counted"] = Work(**values["counted"])
     return kind(**values)
 
 

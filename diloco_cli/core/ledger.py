@@ -8,32 +8,51 @@ where the journal says.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, assert_never
 
+from diloco_cli.core.claims import AllowanceClock, ClaimAccount, PaceRecord
 from diloco_cli.core.guard import GuardRecord, Norms
 from diloco_cli.core.journal_records import (
     Entry,
     FragmentCalled,
     FrameDecided,
+    LanesDealt,
     MemberDropped,
     Record,
     RegionJoined,
+    RegionPaced,
+    RegionRetired,
     RoundClosed,
+    RunBegun,
     RunEnded,
     RunFinished,
+    RunResumed,
     Snapshot,
+    TermsAmended,
     VersionPublished,
     VersionStored,
     WeightsEvaluated,
 )
+from diloco_cli.core.lanes import LaneTable
+from diloco_cli.core.members import MOST_RETIRED, OTHERS, RegionOwner, Retirement
 from diloco_cli.core.rounds import Decision, Receipt, RegionRecord
 
 MOST_EVALUATIONS = 512
 """Evaluations remembered: the first, the best and the newest ones."""
 
-NEWS = (FragmentCalled, MemberDropped, VersionPublished, RunEnded, RunFinished)
+NEWS = (
+    FragmentCalled,
+    MemberDropped,
+    VersionPublished,
+    RunEnded,
+    RunFinished,
+    RunResumed,
+    TermsAmended,
+    LanesDealt,
+    RegionRetired,
+)
 """Kinds that regions care about; the number of the last one is what they wait after."""
 
 
@@ -48,10 +67,12 @@ class MadeVersion:
     drain: bool = False
     stored: bool = True
     """All of it is on the disk; otherwise it is made again from its contributions."""
+    terms: int = 0
+    """By which it was made."""
 
     @classmethod
     def of(cls, record: Entry) -> MadeVersion:
-        receipts = {key: Receipt(**it) for key, it in record["receipts"].items()}
+        receipts = {key: Receipt.of(it) for key, it in record["receipts"].items()}
         return cls(**{**record, "receipts": receipts})
 
 
@@ -66,10 +87,14 @@ class FragmentState:
     closing: dict[str, Receipt] = field(default_factory=dict)
     """Members of a closed round whose version is not published yet."""
     drain: bool = False
+    terms: int = 0
+    """By which the closing round is merged."""
     merged: dict[str, str] = field(default_factory=dict)
     """Cumulative: digest of each region's last merged frame."""
     decided: dict[str, Decision] = field(default_factory=dict)
     applied: dict[str, float] = field(default_factory=dict)
+    """Tokens merged and counted, by region."""
+    claims: dict[str, ClaimAccount] = field(default_factory=dict)
     published: str = ""
     state: str = ""
     """Digest of everything the server keeps of the newest version; empty before the first."""
@@ -98,20 +123,12 @@ class FragmentState:
         """A slot as a snapshot has it."""
         slot = cls(**record)
         for name in ("waiting", "closing"):
-            setattr(slot, name, {key: Receipt(**it) for key, it in getattr(slot, name).items()})
+            setattr(slot, name, {key: Receipt.of(it) for key, it in getattr(slot, name).items()})
         slot.made = [MadeVersion.of(each) for each in record["made"]]
         slot.decided = {key: Decision(**it) for key, it in record["decided"].items()}
+        slot.claims = {key: ClaimAccount.of(it) for key, it in record["claims"].items()}
         slot.norms = Norms(**{key: tuple(seen) for key, seen in record["norms"].items()})
         return slot
-
-
-@dataclass(slots=True)
-class RegionOwner:
-    """Who may speak for a region."""
-
-    owner: str
-    boot: int
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +140,46 @@ class Evaluation:
     region: str
 
 
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A run that was drained and short of its budget went on."""
+
+    at: float
+    """On the allowance clock."""
+    trained: Mapping[str, float]
+    """By region: tokens that it had trained then."""
+
+
 @dataclass(slots=True)
 class Ledger:
     slots: list[FragmentState]
     regions: dict[str, RegionOwner] = field(default_factory=dict)
+    """Every name that ever joined."""
+    retired: dict[str, Retirement] = field(default_factory=dict)
+    """Names that are no members, though they have joined or were removed."""
     news: int = 0
     end: str = ""
+    ended: int = 0
+    """Number of the record that called the end; 0 while none stands."""
+    resumed: Resumption | None = None
+    """The last time that the run went on after a drain."""
     finished: str = ""
     outer_steps: int = 0
+    begun: RunBegun | None = None
+    """Which weights version 0 is, unless the seed made them."""
     evaluations: list[Evaluation] = field(default_factory=list)
+    amendments: list[TermsAmended] = field(default_factory=list)
+    """In order: the n-th leads to terms n."""
     refused: dict[str, int] = field(default_factory=dict)
     """Contributions refused or returned, by region."""
     conduct: dict[str, GuardRecord] = field(default_factory=dict)
     """What was found in each region's latest contributions."""
+    orders: dict[str, LaneTable] = field(default_factory=dict)
+    """Who reads which lane, for every order in which a text was ever read."""
+    seconds: float = 0.0
+    """That the run had been served when the newest version was published."""
+    paces: dict[str, PaceRecord] = field(default_factory=dict)
+    allowance: AllowanceClock = field(default_factory=AllowanceClock)
     bytes_up: int = 0
     values_up: int = 0
     """Parameters that the accepted frames carried: bytes_up × 8 ÷ this = bits per parameter."""
@@ -152,10 +196,23 @@ class Ledger:
             ledger.apply(number, record)
         return ledger
 
+    @property
+    def terms(self) -> int:
+        """Number of the newest terms."""
+        return len(self.amendments)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names that have joined and are not retired."""
+        return tuple(region for region in self.regions if region not in self.retired)
+
     def region_record(self, region: str, fragment: int) -> RegionRecord:
         slot, member = self.slots[fragment], self.regions.get(region)
+        retired = self.retired.get(region)
         return RegionRecord(
             epoch=member.epoch if member else 0,
+            high=member.high if member else -1,
+            retired=(retired.why or "removed") if retired else "",
             version=slot.version,
             merged=slot.merged.get(region, ""),
             known=slot.decided.get(region),
@@ -169,7 +226,8 @@ class Ledger:
     def high(self, region: str) -> int:
         """The largest clock ever decided for a region, so that a new disk starts above it."""
         decided = [slot.decided[region].clock for slot in self.slots if region in slot.decided]
-        return max(decided, default=-1)
+        member = self.regions.get(region)
+        return max([*decided, member.high if member else -1])
 
     def calls(self) -> dict[int, int]:
         if self.finished:
@@ -177,7 +235,7 @@ class Ledger:
         return {f: slot.version for f, slot in enumerate(self.slots) if slot.phase == "called"}
 
     def applied(self, sizes: Sequence[int]) -> float:
-        """Merged tokens of the run: per fragment, averaged with the fragments' sizes."""
+        """Counted tokens that are merged: per fragment, averaged with the fragments' sizes."""
         weighted = sum(
             size * sum(slot.applied.values()) for size, slot in zip(sizes, self.slots, strict=True)
         )
@@ -193,20 +251,37 @@ class Ledger:
             setattr(self, each.name, entry[each.name])
         self.slots = [FragmentState.of(slot) for slot in entry["slots"]]
         self.regions = {name: RegionOwner(**member) for name, member in entry["regions"].items()}
+        if begun := entry["begun"]:
+            self.begun = RunBegun(**{**begun, "states": tuple(begun["states"])})
+        self.retired = {name: Retirement(**gone) for name, gone in entry["retired"].items()}
         self.evaluations = [
             Evaluation(tuple(each["versions"]), each["loss"], each["region"])
             for each in entry["evaluations"]
         ]
+        self.amendments = [
+            TermsAmended(
+                **{**each, **{key: tuple(each[key]) for key in ("add", "remove", "repace")}}
+            )
+            for each in entry["amendments"]
+        ]
+        self.orders = {name: LaneTable.of(table) for name, table in entry["orders"].items()}
         self.refused = dict(entry["refused"])
         self.conduct = {name: GuardRecord(**found) for name, found in entry["conduct"].items()}
+        self.paces = {name: PaceRecord(**known) for name, known in entry["paces"].items()}
+        self.allowance = AllowanceClock(**entry["allowance"])
+        self.resumed = Resumption(**entry["resumed"]) if entry["resumed"] else None
 
     def apply(self, number: int, record: Record) -> None:
         if isinstance(record, NEWS):
             self.news = number
         match record:
+            case RunBegun():
+                self.begun = record
             case RegionJoined():
-                owner = RegionOwner(record.owner, record.boot, record.epoch)
-                self.regions[record.region] = owner
+                self._joined(record)
+            case RegionRetired():
+                gone = Retirement(record.why, time=record.time, record=number)
+                self._retire(record.region, gone)
             case FragmentCalled():
                 self.slots[record.fragment].phase = "called"
             case FrameDecided():
@@ -214,7 +289,7 @@ class Ledger:
             case RoundClosed():
                 slot = self.slots[record.fragment]
                 slot.closing = {region: slot.waiting.pop(region) for region in record.members}
-                slot.drain, slot.phase = record.drain, "closing"
+                slot.drain, slot.terms, slot.phase = record.drain, record.terms, "closing"
             case MemberDropped():
                 self._dropped(record)
             case VersionPublished():
@@ -222,19 +297,98 @@ class Ledger:
             case VersionStored():
                 self.slots[record.fragment].made[-1].stored = True
             case RunEnded():
-                self.end = record.why
+                self.end, self.ended = record.why, number
+            case RunResumed():
+                self.end, self.ended = "", 0
+                self.resumed = Resumption(record.at, dict(record.trained))
             case RunFinished():
                 self.finished = record.why
             case WeightsEvaluated():
                 self._evaluated(Evaluation(record.versions, record.loss, record.region))
+            case TermsAmended():
+                self.amendments.append(record)
+                self._amend_members(number, record)
+                self._forget_paces(record)
+                if record.reopens:
+                    self.end, self.ended, self.finished = "", 0, ""
+            case LanesDealt():
+                table = self.orders[record.order]
+                if record.count is None:
+                    table.dealt(number, record.moves, record.why)
+                else:
+                    table.split(record.count // table.count)
+            case RegionPaced():
+                self._paced(record)
             case Snapshot():
                 self.restore(record.ledger)
             case _:
                 assert_never(record)
 
+    def _joined(self, record: RegionJoined) -> None:
+        known, order = self.regions.get(record.region), record.order
+        name = order.digest if order else known.order if known else ""
+        if order:
+            self.orders.setdefault(order.digest, LaneTable(order, order.lanes))
+        self.retired.pop(record.region, None)
+        if self.resumed and known and known.owner != record.owner:
+            # Another folder begins its books anew.
+            before = {**self.resumed.trained, record.region: 0.0}
+            self.resumed = Resumption(self.resumed.at, before)
+        self.regions[record.region] = RegionOwner(
+            record.owner,
+            record.boot,
+            record.epoch,
+            order=name,
+            key=record.key or (known.key if known else ""),
+            heard=self.seconds,
+            high=known.high if known else -1,
+        )
+        self.paces.setdefault(record.region, PaceRecord(record.at))
+        self._clocked(record.at, record.time)
+
+    def _amend_members(self, number: int, record: TermsAmended) -> None:
+        gone = Retirement(record.why, record.by, record.time, barred=True, record=number)
+        for name in record.remove:
+            self._retire(name, gone)
+        for name in (region["name"] for region in record.add):
+            if name in self.regions:
+                self.regions[name].key = ""
+            if (ended := self.retired.get(name)) and name in self.regions:
+                self.retired[name] = replace(ended, barred=False)
+            else:
+                self.retired.pop(name, None)
+
+    def _retire(self, region: str, retirement: Retirement) -> None:
+        """Ends a membership; what was accepted of it stays and is merged as it would have been."""
+        self.retired[region] = retirement
+        kept = [name for name in self.retired if name in self.regions and self.regions[name].owner]
+        # By record and name, not by their order here: a snapshot sorts them.
+        kept.sort(key=lambda name: (self.retired[name].record, name))
+        for name in kept[: max(0, len(kept) - MOST_RETIRED)]:
+            busy = any(name in slot.waiting or name in slot.closing for slot in self.slots)
+            if not busy:
+                self._forget(name)
+
+    def _forget(self, region: str) -> None:
+        """Keeps of a retired name what is needed so that none of its work is merged twice."""
+        known = self.regions[region]
+        high = self.high(region)
+        self.regions[region] = RegionOwner("", 0, known.epoch, key=known.key, high=high)
+        for slot in self.slots:
+            slot.merged.pop(region, None)
+            slot.decided.pop(region, None)
+            slot.claims.pop(region, None)
+            if applied := slot.applied.pop(region, 0.0):
+                slot.applied[OTHERS] = slot.applied.get(OTHERS, 0.0) + applied
+        self.paces.pop(region, None)
+        self.refused.pop(region, None)
+        self.conduct.pop(region, None)
+
     def _decided(self, record: FrameDecided) -> None:
         receipt, region = record.receipt, record.receipt.region
         slot = self.slots[receipt.fragment]
+        if region in self.regions:
+            self.regions[region].heard = self.seconds
         slot.decided[region] = Decision(receipt.clock, receipt.digest, record.fate, record.why)
         guard = self.conduct.get(region, GuardRecord())
         if record.sound or (record.fate == "pending" and guard.quarantined):
@@ -243,12 +397,49 @@ class Ledger:
             self.conduct[region] = guard.found(record.why)
         # What is accepted may still be found unfit beside the others of its round.
         if record.fate == "pending":
-            slot.norms = slot.norms.seen(record.norm or 0.0, receipt.steps)
+            receipt = replace(receipt, counted=record.counted)
+            slot.norms = slot.norms.seen(record.norm or 0.0, max(1.0, receipt.worth.steps))
             slot.waiting[region] = receipt
+            self._claimed(record, receipt)
             self.bytes_up += receipt.bytes
             self.values_up += record.values or 0
+            for table in self.orders.values():  # A grant is one of a single order.
+                table.accepted(region, record.lanes or {})
         else:
             self.refused[region] = self.refused.get(region, 0) + 1
+
+    def _claimed(self, record: FrameDecided, receipt: Receipt) -> None:
+        if record.at is None or record.credit is None:
+            return  # Nobody judges claims in a simulation.
+        slot, region = self.slots[receipt.fragment], receipt.region
+        pace = self.paces[region]
+        account = slot.claims.get(region) or ClaimAccount(pace.since, record.credit)
+        slot.claims[region] = account.after(
+            receipt, at=record.at, credit=record.credit, learning=not pace.steps_per_second
+        )
+        self._clocked(record.at, record.time)
+
+    def _paced(self, record: RegionPaced) -> None:
+        region, pace = record.region, record.steps_per_second
+        known = self.paces.get(region)
+        self.paces[region] = PaceRecord(known.since if known else record.at, pace)
+        for slot in self.slots:
+            if region in slot.claims:
+                slot.claims[region] = slot.claims[region].paced(record.credit)
+        self._clocked(record.at, record.time)
+
+    def _forget_paces(self, record: TermsAmended) -> None:
+        if record.at is None:
+            return
+        for region in record.repace:
+            self.paces[region] = PaceRecord(record.at)
+            for slot in self.slots:
+                if region in slot.claims:
+                    slot.claims[region] = slot.claims[region].unpaced()
+        self._clocked(record.at, record.time)
+
+    def _clocked(self, at: float, time: float | None) -> None:
+        self.allowance = AllowanceClock(max(self.allowance.at, at), time)
 
     def _dropped(self, record: MemberDropped) -> None:
         slot, region = self.slots[record.fragment], record.region
@@ -265,13 +456,16 @@ class Ledger:
         for region, receipt in slot.closing.items():
             slot.merged[region] = receipt.digest
             slot.decided[region] = Decision(receipt.clock, receipt.digest, "merged")
-            slot.applied[region] = slot.applied.get(region, 0.0) + receipt.tokens
+            slot.applied[region] = slot.applied.get(region, 0.0) + receipt.worth.tokens
             self.conduct[region] = self.conduct.get(region, GuardRecord()).found(None)
         slot.version, slot.phase = record.version, "idle"
         slot.published, slot.state = record.published, record.state
-        made = MadeVersion(slot.version, slot.state, slot.closing, slot.drain, record.stored)
+        made = MadeVersion(
+            slot.version, slot.state, slot.closing, slot.drain, record.stored, slot.terms
+        )
         slot.made, slot.closing = [*slot.unstored, made], {}
         self.outer_steps += 1
+        self.seconds = max(self.seconds, record.seconds)
 
     def _evaluated(self, evaluation: Evaluation) -> None:
         known = self.evaluations
@@ -279,44 +473,3 @@ class Ledger:
         if len(known) > MOST_EVALUATIONS:
             best = min(known, key=lambda each: each.loss)
             del known[2 if known[1] is best else 1]
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """The join is granted; `new` says that it must be journaled first."""
-
-    epoch: int
-    new: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TurnedAway:
-    code: Literal["held", "older-copy"]
-    why: str
-
-
-def admit_worker(
-    member: RegionOwner | None, owner: str, boot: int, *, lease_left: float
-) -> Admitted | TurnedAway:
-    """Says whether a worker may speak for a region.
-
-    A retried join gets the same epoch again, so a lost reply fences no worker. A second
-    worker waits while the first one's lease lives, so two workers never fence each other
-    in turn.
-    """
-    if member is None:
-        return Admitted(1, new=True)
-    if member.owner != owner:
-        if lease_left > 0:
-            return TurnedAway(
-                "held", f"another worker holds this region for {lease_left:.0f} more seconds"
-            )
-        return Admitted(member.epoch + 1, new=True)
-    if boot == member.boot:
-        return Admitted(member.epoch, new=False)
-    if boot < member.boot:
-        return TurnedAway(
-            "older-copy",
-            f"start {boot} of this region's folder, but start {member.boot} was seen before",
-        )
-    return Admitted(member.epoch + 1, new=True)

@@ -8,8 +8,9 @@ never calls for crumbs when the network is slower than the training.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from diloco_cli.core.ledger import FragmentState
 from diloco_cli.spec.schema import SyncSpec
@@ -17,8 +18,6 @@ from diloco_cli.spec.schema import SyncSpec
 Seconds = float
 MEMORY = 0.3
 """Weight of the newest observation in a moving average."""
-UNKNOWN_GRACE: Seconds = 1.0
-"""Used until the first step times are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +32,47 @@ class Report:
 Reports = Mapping[str, Sequence[Report]]
 
 
+Credit = Callable[[str, int], float]
+"""Steps of a fragment that would count if a region claimed them now."""
+
+
 def due(
-    slots: Sequence[FragmentState], reports: Reports, live: Collection[str], sync: SyncSpec
+    slots: Sequence[FragmentState],
+    reports: Reports,
+    live: Collection[str],
+    sync: SyncSpec,
+    credit: Credit | None = None,
+    retiring: Collection[str] = (),
 ) -> list[int]:
-    """Lists the fragments to call now, while the run goes on."""
+    """Lists the fragments to call now, while the run goes on.
+
+    A report counts as far as a claim would: whoever makes steps up sets no pace with them.
+    `retiring` regions train no more: what they hold goes along when the others are ready.
+    """
     if len(live) < sync.quorum:
         return []
+    going = [region for region in live if region in retiring]
+    training = [region for region in live if region not in retiring] if going else live
+
+    def has_quorum(number: int, slot: FragmentState) -> bool:
+        least = _threshold(number, slot, len(slots), sync.every)
+        enough = (
+            region
+            for region in training
+            if _held_of(reports, region, number, slot.version) >= least
+            and (credit is None or credit(region, number) >= least)
+        )
+        ready = sum(1 for _ in islice(enough, sync.quorum))
+        # One that trains no more is as far as it will ever be: it goes along when the first of
+        # the others is ready, and at once where there are no others.
+        held = (_held_of(reports, region, number, slot.version) for region in going)
+        along = sum(steps >= 1 for steps in held) if ready or not training else 0
+        return ready + along >= sync.quorum
+
     return [
         number
         for number, slot in enumerate(slots)
-        if slot.phase == "idle"
-        and (
-            _is_unanswered(slot)
-            or _quorum_steps(number, slot, reports, live, sync.quorum)
-            >= _threshold(number, slot, len(slots), sync.every)
-        )
+        if slot.phase == "idle" and (_is_unanswered(slot) or has_quorum(number, slot))
     ]
 
 
@@ -75,18 +100,10 @@ def _threshold(number: int, slot: FragmentState, fragments: int, every: int) -> 
     return every * (number + 1) / fragments if slot.version == 0 else every
 
 
-def _quorum_steps(
-    number: int, slot: FragmentState, reports: Reports, live: Collection[str], quorum: int
-) -> float:
-    steps = sorted(
-        (
-            reports[region][number].steps
-            for region in live
-            if region in reports and reports[region][number].version == slot.version
-        ),
-        reverse=True,
-    )
-    return steps[quorum - 1] if len(steps) >= quorum else 0.0
+def _held_of(reports: Reports, region: str, number: int, version: int) -> float:
+    """Steps held on a version; none by those who have not reported on it."""
+    report = reports[region][number] if region in reports else None
+    return report.steps if report and report.version == version else 0.0
 
 
 def _held(reports: Reports, region: str, number: int) -> float:
@@ -141,13 +158,21 @@ def usual_answer(averages: Averages, live: Collection[str], quorum: int) -> Seco
     return known[min(quorum, len(known)) - 1] if known else 0.0
 
 
-def grace(averages: Averages, live: Collection[str], sync: SyncSpec) -> Seconds:
-    """How long a round that has its quorum waits for the other live regions."""
+def ready(reports: Reports, number: int, every: int) -> list[str]:
+    """Regions that have enough work of a fragment for another round, whatever its version."""
+    return [region for region, each in reports.items() if each[number].steps >= every]
+
+
+def grace(averages: Averages, live: Collection[str], sync: SyncSpec) -> Seconds | None:
+    """How long a round that has its quorum waits for the other live regions.
+
+    None as long as no live region has said how long its steps take.
+    """
     if sync.grace.kind != "adaptive":
         return sync.grace.seconds if sync.grace.kind == "fixed" else 0.0
     steps = [averages.step[region] for region in live if region in averages.step]
     if not steps:
-        return UNKNOWN_GRACE
+        return None
     margin = sync.grace.margin
     if sync.alpha < 1:
         # Work done past the overlap would be thrown away, so the window must fit into it.

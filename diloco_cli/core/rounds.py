@@ -12,9 +12,11 @@ and a simulated one run exactly these lines.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from diloco_cli.core.unmerged_work import Work
 
 Seconds = float
 Fate = Literal["pending", "merged", "returned", "refused", "foreign"]
@@ -33,13 +35,27 @@ class Receipt:
     tokens: float
     steps: float
     bytes: int = 0
+    counted: Work | None = None
+    """What of its work counts, once that is decided; all of it where nobody judges."""
 
     @property
     def id(self) -> str:
         return f"{self.base}-{self.clock}"
 
+    @property
+    def worth(self) -> Work:
+        """The work that it counts for: in its round, and against the budget."""
+        return self.counted if self.counted is not None else Work(self.tokens, self.steps)
+
     def as_record(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        """As the record of its decision has it, which says beside it what counts."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "counted"}
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> Receipt:
+        """A receipt as a journal has it."""
+        counted = entry.get("counted")
+        return cls(**{**entry, "counted": Work(**counted) if counted else None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +87,9 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Keep the work and send it again later. `sticky` answers are journaled."""
+    """Keep the work and send it again later."""
 
     why: str
-    sticky: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +125,10 @@ class RegionRecord:
     merged: str
     known: Decision | None
     finished: bool = False
+    retired: str = ""
+    """Why the region is no member any more; empty while it is one."""
+    high: int = -1
+    """Largest clock decided before the region's decisions were forgotten."""
 
 
 def admit(
@@ -122,18 +141,22 @@ def admit(
     unfit: str | None = None,
 ) -> Answer:
     """Answers a contribution. The order of the checks is part of the protocol."""
+    if record.retired:
+        return Fenced(f"{receipt.region} is no member any more: {record.retired}")
     if epoch != record.epoch:
         return Fenced(f"epoch {epoch} of {receipt.region} is over, {record.epoch} is current")
     known = record.known
     # A retry gets its answer before anything else may judge it, even after the end.
     if known and known.digest == receipt.digest:
         return Recorded(known)
-    if record.finished:
-        return Returned("the run is finished", sticky=False)
     if receipt.base > record.version:
         return Ahead(f"base version {receipt.base}, but {record.version} is the newest published")
-    if known and receipt.clock <= known.clock:
-        return Foreign(f"clock {receipt.clock}, but {known.clock} was decided before")
+    decided = max(known.clock if known else -1, record.high)
+    if receipt.clock <= decided:
+        return Foreign(f"clock {receipt.clock}, but {decided} was decided before")
+    # Not sooner: this answer is put on record, and a late copy must not take a newer frame's place.
+    if record.finished:
+        return Returned("the run is finished")
     if known and known.fate == "pending":
         return Foreign(f"frame {known.clock} of this region is still waiting to be merged")
     if receipt.prev != record.merged:
@@ -156,10 +179,13 @@ class Round:
     floor: Seconds = 0.0
     """Before this moment fresh answers cannot be expected, so quorum alone does not count."""
     met_at: Seconds | None = None
-    grace: Seconds = 0.0
+    grace: Seconds | None = 0.0
+    """None while nobody knows how long anything takes."""
 
 
-def called(round: Round, *, need: int, usual: Seconds, grace: Seconds, now: Seconds) -> Round:
+def called(
+    round: Round, *, need: int, usual: Seconds, grace: Seconds | None, now: Seconds
+) -> Round:
     """Opens the round; frames that came early are members already."""
     opened = replace(round, called_at=now, floor=now + usual, met_at=None, grace=grace)
     return replace(opened, met_at=now) if len(opened.members) >= need else opened
@@ -191,9 +217,13 @@ def decide(
     live: Collection[str],
     need: int,
     drained: Collection[str] = (),
+    ready: Collection[str] = (),
     now: Seconds,
 ) -> Wait | Close:
-    """Says whether the round closes now, and if not, what it is waiting for."""
+    """Says whether the round closes now, and if not, what it is waiting for.
+
+    `ready` are regions that have enough work again for another round.
+    """
     if round.called_at is None:
         return Wait("not called yet")
     if len(round.members) < need:
@@ -207,6 +237,11 @@ def decide(
 
     # The end lowers `need` under an open round: its members then count from the call on.
     # Counting from `now` would move the deadline away at every look.
+    if round.grace is None:
+        # No time is known by which to wait; a member that could be called again has waited.
+        if not set(ready).isdisjoint(members):
+            return Close(f"a member is ready again, without {', '.join(owing)}", members)
+        return Wait(f"quorum met, giving {', '.join(owing)} time to arrive")
     met_at = round.met_at if round.met_at is not None else round.called_at
     deadline = max(met_at, round.floor) + round.grace
     if now >= deadline:

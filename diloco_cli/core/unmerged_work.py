@@ -179,8 +179,12 @@ def written(book: Book, clock: int, digest: str) -> Book:
     return replace(book, flight=replace(book.flight, digest=digest))
 
 
-def answered(book: Book, digest: str, fate: str) -> tuple[Book, Mix]:
-    """Books the server's answer on a frame; one that is merged waits for its version."""
+def answered(book: Book, digest: str, fate: str, *, forgotten: bool = False) -> tuple[Book, Mix]:
+    """Books the server's answer on a frame; one that is merged waits for its version.
+
+    `forgotten` means that nothing of this region is on record any more. What comes next follows
+    no frame then; without a newer version there is no other way to learn that.
+    """
     flight = book.flight
     if flight is None or not digest or flight.digest != digest:
         return book, KEEP
@@ -194,7 +198,7 @@ def answered(book: Book, digest: str, fate: str) -> tuple[Book, Mix]:
         )
         return replace(book, held=Work(), flight=None, totals=totals), DROP
     if fate == "foreign":
-        return abandon(book)
+        return abandon(replace(book, prev="") if forgotten else book)
     return book, KEEP
 
 
@@ -229,6 +233,14 @@ def renamed(book: Book) -> Book:
     would make up tokens. What is still held came along and gets its fate under the new one.
     """
     return replace(book, totals=Totals(trained=book.pending))
+
+
+def moved(book: Book, version: int, merged: str) -> Book:
+    """The book of a folder that speaks for another region from now on.
+
+    What it held is dropped: a frame of the old name may be merged, and hold the same work.
+    """
+    return abandon(replace(renamed(book), version=version, prev=merged))[0]
 
 
 def abandon(book: Book) -> tuple[Book, Mix]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,14 +24,27 @@ class Dataset(Protocol):
     @property
     def vocabulary(self) -> int: ...
 
+    @property
+    def lanes(self) -> int:
+        """Parts of the text that one region at a time reads."""
+        ...
+
     def find(self) -> list[Path]:
         """Lists the files, or raises a SpecError that says what is missing."""
         ...
 
-    def open(
-        self, seed: int, region_index: int, region_count: int, batch: int, sequence: int
-    ) -> Stream:
-        """Gives one region's part of the text."""
+    def open(self, seed: int, batch: int, sequence: int) -> Stream:
+        """Gives the text; which part of it a region reads, the server says."""
+        ...
+
+
+@runtime_checkable
+class NamesTokenizer(Protocol):
+    """A dataset that can say what its tokens mean; optional."""
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """Equal where the same numbers mean the same text; None where it is not known here."""
         ...
 
 

@@ -6,25 +6,31 @@ import glob
 import hashlib
 import os
 import sysconfig
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 from pydantic import Field
 
-from diloco_cli.data.order import Corpus, Share, Stream
+from diloco_cli.core.lanes import LANES, MOST_LANES
+from diloco_cli.data.first_bytes import refuse_other_kinds
+from diloco_cli.data.heldout import HeldoutText
+from diloco_cli.data.order import Corpus, ReadingOrder, Stream
 from diloco_cli.data.protocol import Tokenizer, datasets, tokenizers
 from diloco_cli.errors import RegistryError, SpecError
 
 MAPPED_FROM = 1 << 20
 """Files of at least so many bytes stay on disk and are read through a memory map."""
 
+Lanes = Annotated[int, Field(ge=1, le=MOST_LANES)]
+
 
 @tokenizers.register("bytes")
 @dataclass(frozen=True)
 class Bytes:
-    """Every byte is a token: nothing to train, nothing to download, loss in nats a byte."""
+    """Every byte is a token: nothing to train, nothing to download, loss in nats per byte."""
 
     @property
     def vocabulary(self) -> int:
@@ -48,12 +54,20 @@ class Text:
     heldout: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the text that is never trained on."""
 
+    lanes: Lanes = LANES
+    """Parts of the text that change hands when regions come and go, one reader each; at least as
+    many as there will ever be regions."""
+
     def __post_init__(self) -> None:
-        _tokenizer(self.tokenizer)
+        object.__setattr__(self, "tokenizer", spelled_out(self.tokenizer))
 
     @property
     def vocabulary(self) -> int:
-        return _tokenizer(self.tokenizer).vocabulary
+        return build_tokenizer(self.tokenizer).vocabulary
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        return meaning_of(self.tokenizer)
 
     def find(self) -> list[Path]:
         found: set[Path] = set()
@@ -67,13 +81,16 @@ class Text:
                     "pattern is relative to.",
                 )
             found |= paths
+        for path in found:
+            refuse_other_kinds(path)
         return sorted(found)
 
-    def open(
-        self, seed: int, region_index: int, region_count: int, batch: int, sequence: int
-    ) -> Stream:
-        share = Share(seed, region_index, region_count, batch, sequence)
-        return _open(self.find(), _tokenizer(self.tokenizer), self.heldout, share)
+    def open(self, seed: int, batch: int, sequence: int) -> Stream:
+        return _open(self, seed, batch, sequence)
+
+    def held_out(self) -> HeldoutText:
+        paths = self.find()
+        return HeldoutText.of_files(paths, _shares_apart(paths, self.heldout))
 
 
 @datasets.register("python-source")
@@ -88,12 +105,20 @@ class PythonSource:
     limit: Annotated[int, Field(ge=100_000)] = 12_000_000
     """Bytes to use at most; files are left out whole."""
 
+    lanes: Lanes = LANES
+    """Parts of the text that change hands when regions come and go, one reader each; at least as
+    many as there will ever be regions."""
+
     def __post_init__(self) -> None:
-        _tokenizer(self.tokenizer)
+        object.__setattr__(self, "tokenizer", spelled_out(self.tokenizer))
 
     @property
     def vocabulary(self) -> int:
-        return _tokenizer(self.tokenizer).vocabulary
+        return build_tokenizer(self.tokenizer).vocabulary
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        return meaning_of(self.tokenizer)
 
     def find(self) -> list[Path]:
         folder = Path(sysconfig.get_path("stdlib"))
@@ -108,11 +133,12 @@ class PythonSource:
             hint="This Python came without the sources of its library; use `kind: text`.",
         )
 
-    def open(
-        self, seed: int, region_index: int, region_count: int, batch: int, sequence: int
-    ) -> Stream:
-        share = Share(seed, region_index, region_count, batch, sequence)
-        return _open(self.find(), _tokenizer(self.tokenizer), self.heldout, share)
+    def open(self, seed: int, batch: int, sequence: int) -> Stream:
+        return _open(self, seed, batch, sequence)
+
+    def held_out(self) -> HeldoutText:
+        paths = self.find()
+        return HeldoutText.of_files(paths, _shares_apart(paths, self.heldout))
 
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"}
@@ -125,7 +151,8 @@ def _is_library(folder: str) -> bool:
     return not generated and folder not in NOT_LIBRARY | TABLES
 
 
-def _tokenizer(asked: dict[str, Any]) -> Tokenizer:
+def build_tokenizer(asked: Mapping[str, Any]) -> Tokenizer:
+    """Makes the tokenizer of a dataset."""
     try:
         return tokenizers.build(asked)
     except RegistryError as error:
@@ -134,38 +161,48 @@ def _tokenizer(asked: dict[str, Any]) -> Tokenizer:
         raise RegistryError(error.message, hint=error.hint, key=key) from None
 
 
-def _open(paths: list[Path], tokenizer: Tokenizer, heldout: float, share: Share) -> Stream:
-    training, apart = (Corpus(part) for part in _split(paths, tokenizer, heldout))
-    stream = Stream(training, apart, share)
-    needed = share.sequence * (share.count + 1) + 1
-    if not stream.windows:
-        raise SpecError(
-            f"data: {training.size} tokens to train on are too few for {share.count} regions "
-            f"with sequences of {share.sequence}; at least {needed} are needed.",
-            hint="Give more text, or shorten `inner.sequence`.",
-        )
-    if apart.size < share.sequence + 1:
-        raise SpecError(
-            f"data: the held-out part has {apart.size} tokens, one sequence takes "
-            f"{share.sequence + 1}.",
-            hint="Give more text, shorten `inner.sequence`, or raise `data.heldout`.",
-        )
-    return stream
+def meaning_of(asked: Mapping[str, Any]) -> str | None:
+    """What is equal of two tokenizers whose numbers mean the same text; None if nobody knows."""
+    return "bytes" if asked["kind"] == "bytes" else asked.get("digest")
+
+
+def spelled_out(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tokenizer with what its file says: the run stays with that file."""
+    built = build_tokenizer(asked)
+    options = {key: value for key, value in asdict(cast(Any, built)).items() if value is not None}
+    return {"kind": asked["kind"], **options}
+
+
+def _open(dataset: Text | PythonSource, seed: int, batch: int, sequence: int) -> Stream:
+    tokenizer = build_tokenizer(dataset.tokenizer)
+    training, apart = (Corpus(part) for part in _split(dataset.find(), tokenizer, dataset.heldout))
+    settings = {"dataset": type(dataset).__name__, **asdict(dataset)}
+    lanes = settings.pop("lanes")
+    if "digest" in dataset.tokenizer:  # It says more than where the file lies.
+        settings["tokenizer"] = {**dataset.tokenizer, "file": None}
+    order = ReadingOrder.of(settings, training.size, seed=seed, sequence=sequence, lanes=lanes)
+    return Stream.checked(training, apart, order, batch)
 
 
 def _split(
     paths: list[Path], tokenizer: Tokenizer, heldout: float
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Gives what is trained on and what is set apart, file by file."""
+    shares = _shares_apart(paths, heldout)
+    texts = [(tokenizer.read(path), shares.get(path, 0.0)) for path in paths]
+    cuts = [(tokens, int(tokens.size * (1 - share))) for tokens, share in texts]
+    training = [tokens[:cut] for tokens, cut in cuts if cut]
+    return training, [tokens[cut:] for tokens, cut in cuts if cut < tokens.size]
+
+
+def _shares_apart(paths: list[Path], heldout: float) -> dict[Path, float]:
     """Sets whole files apart; where files are too large or too few for that, the end of each."""
     folder = Path(os.path.commonpath([path.parent for path in paths]))
     limit = int(sum(path.stat().st_size for path in paths) * heldout)
-    chosen = set(_as_far_as_fits(paths, folder, limit))
-    texts = {path: tokens for path in paths if (tokens := tokenizer.read(path)).size}
+    chosen = _as_far_as_fits(paths, folder, limit)
     if sum(path.stat().st_size for path in chosen) * 2 >= limit and chosen:
-        apart = [tokens for path, tokens in texts.items() if path in chosen]
-        return [tokens for path, tokens in texts.items() if path not in chosen], apart
-    cuts = [(tokens, int(tokens.size * (1 - heldout))) for tokens in texts.values()]
-    return [tokens[:cut] for tokens, cut in cuts], [tokens[cut:] for tokens, cut in cuts]
+        return dict.fromkeys(chosen, 1.0)
+    return dict.fromkeys(paths, heldout)
 
 
 def _as_far_as_fits(paths: list[Path], folder: Path, limit: int) -> list[Path]:

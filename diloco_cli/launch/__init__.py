@@ -4,6 +4,7 @@ The protocols are here. A launcher for another kind of machine is one more modul
 subprocesses.py; nothing else knows where a process runs. Start with supervise.py.
 
     cores.py         which cores there are, and a share of them for each region
+    ports.py         which ports of this machine are free
     roles.py         the processes of a run: what each is called and how it is started
     subprocesses.py  the launcher of this machine: subprocesses that never outlive their parent
     supervise.py     keeps a process running, and knows when to stop trying

@@ -78,35 +78,41 @@ def combine(
     members: Sequence[tuple[float, Frame]],
     squares: Sequence[np.ndarray] = (),
     *,
+    scales: Sequence[float] = (),
     threads: int | None = None,
 ) -> MergedDelta:
     """Merges (weight, frame) pairs, in the order given; the frames are not needed afterwards.
 
     `squares` is what `Frame.squares` gave for each member's pieces, if that is known; it
-    spares the first sweep. Raises MemberUnfit for a frame that does not decode.
+    spares the first sweep. `scales` is what each member's values are multiplied with before
+    the rule sees them; 1 if not given. Raises MemberUnfit for a frame that does not decode.
     """
     if not members:
         raise ValueError(f"fragment {fragment.number}: no members to merge")
-    frames = [frame for _, frame in members]
+    frames, scale = [frame for _, frame in members], np.array(scales or [1.0] * len(members))
     # A member alone is its own merge, bit for bit.
-    if len(members) > 1 and is_by_column(rule):
+    if len(members) == 1:
+        values = merge(rule, fragment, _decoded(members, np.ones(1), threads))
+        values = np.require(values, np.float32, ["C", "A", "W"])
+        return MergedDelta(values, [0, fragment.size], [float(scale[0])])
+    if is_by_column(rule):
         values = fresh(fragment.size)
-        list(in_chunks(_Columns(rule, frames, values).chunk, fragment.size, threads))
-    elif len(members) > 1 and is_weighted_sum(rule):
-        return _weighted_sum(rule, fragment, members, squares, threads)
+        list(in_chunks(_Columns(rule, frames, scale, values).chunk, fragment.size, threads))
+    elif is_weighted_sum(rule):
+        return _weighted_sum(rule, fragment, members, squares, scale, threads)
     else:
-        values = merge(rule, fragment, _decoded(members, threads))
+        values = merge(rule, fragment, _decoded(members, scale, threads))
         values = np.require(values, np.float32, ["C", "A", "W"])
     return MergedDelta(values, [0, fragment.size], [1.0])
 
 
 def _decoded(
-    members: Sequence[tuple[float, Frame]], threads: int | None
+    members: Sequence[tuple[float, Frame]], scales: np.ndarray, threads: int | None
 ) -> Iterator[tuple[float, np.ndarray]]:
     for number, (weight, frame) in enumerate(members):
         with _naming(number):
             values = frame.values(threads=threads)
-        yield weight, values
+        yield weight, values if scales[number] == 1 else values * np.float32(scales[number])
         del values  # Decoded vectors are large: only the current one is kept.
 
 
@@ -124,6 +130,7 @@ def _weighted_sum(
     fragment: Fragment,
     members: Sequence[tuple[float, Frame]],
     squares: Sequence[np.ndarray],
+    scales: np.ndarray,
     threads: int | None,
 ) -> MergedDelta:
     edges, merged = edges_of(fragment), fresh(fragment.size)
@@ -132,17 +139,20 @@ def _weighted_sum(
     @cache
     def all_squares() -> np.ndarray:
         known = len(squares) == len(members)
-        return np.array(squares) if known else _squares(bodies, edges, threads)
+        found = np.array(squares) if known else _squares(bodies, edges, threads)
+        return found * np.square(scales)[:, None]
 
     weights = np.array([weight for weight, _ in members])
     known = MergeMembers(fragment, weights, all_squares)
-    counts = np.array(rule.counts(known), np.float64)
-    fold = _Fold(edges, bodies, weights, counts, 1 / known.weight, merged)
+    # The rule speaks of scaled values and the sums are over values as they came.
+    weighted = weights * scales
+    counts = np.array(rule.counts(known), np.float64) * scales[:, None]
+    fold = _Fold(edges, bodies, weighted, counts, 1 / known.weight, merged)
     sums = reduce(np.add, in_chunks(fold.chunk, fragment.size, threads))
     factors = rule.factors(known, PieceSums(weighted=sums[0], counted=sums[1]))
     plain = [number for number, factor in enumerate(factors) if factor.weighted]
     if plain:
-        counts[:, plain] = weights[:, None]
+        counts[:, plain] = weighted[:, None]
         fold.only = frozenset(plain)
         list(in_chunks(fold.chunk, fragment.size, threads))
     return MergedDelta(merged, edges, [factor.factor for factor in factors])
@@ -286,6 +296,7 @@ class _Columns:
 
     rule: ByColumn
     frames: list[Frame]
+    scales: np.ndarray
     merged: np.ndarray
 
     def chunk(self, place: int, span: slice) -> None:
@@ -295,6 +306,8 @@ class _Columns:
         for member, frame in enumerate(self.frames):
             with _naming(member):
                 frame.read(place, rows[member])
+            if self.scales[member] != 1:
+                rows[member] *= np.float32(self.scales[member])
         for start in range(0, count, STRIP):
             strip = slice(start, min(start + STRIP, count))
             inside = slice(span.start + strip.start, span.start + strip.stop)

@@ -6,6 +6,7 @@ one protocol more the server need not lay out every member's values:
     WeightedSum     rule        Σ count · delta in each piece, times a factor known afterwards
     ByColumn        rule        one value of all members at a time
     FusedOptimizer  optimizer   step, change and its largest number in one pass
+    ByVersion       optimizer   another step in early rounds than in late ones
 
 The merge asks for these protocols and for no class by name. The fold and the plain step
 say what is computed: a fast path gives the same bits, but for the order in which the
@@ -103,6 +104,15 @@ class OuterOptimizer(Protocol):
         ...
 
 
+@runtime_checkable
+class ByVersion(Protocol):
+    """An optimizer whose step changes as a run goes on."""
+
+    def at(self, version: int) -> OuterOptimizer:
+        """The optimizer of the step that leads to this version."""
+        ...
+
+
 Vectors = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -124,6 +134,11 @@ class FusedOptimizer(Protocol):
 
 merge_rules: Registry[MergeRule] = Registry("merge rule")
 outer_optimizers: Registry[OuterOptimizer] = Registry("outer optimizer")
+
+
+def optimizer_at(optimizer: OuterOptimizer, version: int) -> OuterOptimizer:
+    """What takes the step that leads to a version."""
+    return optimizer.at(version) if isinstance(optimizer, ByVersion) else optimizer
 
 
 def is_weighted_sum(rule: object) -> TypeGuard[WeightedSum]:

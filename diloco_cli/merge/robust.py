@@ -10,6 +10,7 @@ chunk. `Clipped` is a weighted sum that needs each member's length.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -44,12 +45,12 @@ class KeepsMembers:
         return sums
 
 
-class KeepsColumns(KeepsMembers):
+class KeepsColumns(KeepsMembers, ABC):
     """The fold of a rule that merges by column."""
 
+    @abstractmethod
     def combine(self, rows: np.ndarray) -> np.ndarray:
         """Merges rows, one per member; may reorder what it is given."""
-        raise NotImplementedError
 
     def finish(self, sums: MemberDeltas) -> np.ndarray:
         merged = np.empty(sums.fragment.size, np.float32)

@@ -69,11 +69,19 @@ def weight(tokens: float, steps: float, *, steps_cap: float) -> float:
     for name, value in (("tokens", tokens), ("steps", steps), ("steps_cap", steps_cap)):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} is {value}, it must be a positive number")
-    counted = min(1.0, steps_cap / steps)
-    result = tokens * (tokens / steps) * counted
+    result = tokens * (tokens / steps) * length_share(steps, steps_cap=steps_cap)
     if not LIGHTEST <= result <= HEAVIEST:
         raise ValueError(f"{tokens} tokens in {steps} steps give the absurd weight {result:g}")
     return result
+
+
+def length_share(steps: float, *, steps_cap: float) -> float:
+    """Says how much of a contribution's length is merged: as much as `steps_cap` steps have.
+
+    A weight that is limited is not enough: with other members of a few steps each, half a
+    run's way is still the longest by far, and its direction is that of weights long gone.
+    """
+    return min(1.0, steps_cap / steps)
 
 
 @dataclass(slots=True)

@@ -1,25 +1,24 @@
-"""The decoder-only transformer: its options, its tensors, its first weights.
+"""The decoder: its options, from which its shape follows.
 
 Described without JAX, so that a server can cut it into fragments and draw its first
-weights; the arithmetic is in decoder_flax.py and imported only to train.
-
-    embed, blocks.00.attention.q, blocks.00.ffn.gate, …, norm
+weights; the arithmetic is in decoder_flax.py and imported only to train. With its options it
+is Qwen3 (as it stands), Qwen3-MoE (`experts`), Llama (`qk_norm: false`) or Qwen2 (and
+`bias: qkv`), to the bit of rounding.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-import numpy as np
 from pydantic import Field
 
-from diloco_cli.core.fragments import Tensor
 from diloco_cli.errors import RegistryError
-from diloco_cli.models.protocol import LossFn, models
+from diloco_cli.models.positions import rope_of
+from diloco_cli.models.protocol import models
+from diloco_cli.models.transformer import AttentionShape, ExpertShape, Shape, Transformer
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
@@ -42,26 +41,13 @@ SIZES = {
 }
 
 
-class Shape(NamedTuple):
-    """A decoder with nothing left to choose."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocabulary: int
-    rope_theta: float
-
-    @property
-    def head(self) -> int:
-        return self.width // self.heads
-
-
 @models.register("decoder")
 @dataclass(frozen=True)
-class Decoder:
-    """A decoder-only transformer: RMSNorm, RoPE, SwiGLU, grouped queries, tied embeddings."""
+class Decoder(Transformer):
+    """A decoder-only transformer: RMSNorm, RoPE, SwiGLU, grouped queries, tied embeddings.
+
+    Qwen3; with other options Qwen3-MoE, Llama or Qwen2.
+    """
 
     size: str = "tiny"
     """A named size: tiny (1 M), mini, small (10 M), 50m, 150m, 400m, 1b."""
@@ -79,7 +65,8 @@ class Decoder:
     """Heads of keys and values; as in `size`, or one for each head if `heads` is given."""
 
     ffn: PositiveInt | None = None
-    """Hidden width of a block; 8/3 of the width, rounded up to a multiple of 64, when left out."""
+    """Hidden width of a block, or of each expert; when left out 8/3 of the width over all that a
+    token takes, rounded up to a multiple of 64."""
 
     vocabulary: Annotated[int, Field(ge=2)] = 256
     """Different tokens; must cover the tokenizer's."""
@@ -90,6 +77,38 @@ class Decoder:
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a penalty on large logits, for long runs; training only."""
 
+    head: PositiveInt | None = None
+    """Numbers of a head; width ÷ heads when left out."""
+
+    tied: bool | None = None
+    """Whether the embedding is also the output; true when left out."""
+
+    qk_norm: bool | None = None
+    """Whether queries and keys are normed; true when left out. Llama and Qwen2 do not."""
+
+    bias: Literal["qkv", "qkvo"] | None = None
+    """The projections of attention that have a bias; none when left out. Qwen2 has `qkv`."""
+
+    eps: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """What norms add to the mean square; 1e-6 when left out."""
+
+    rope: dict[str, Any] | None = None
+    """A scaling of positions for longer sequences: {kind: linear, factor}, {kind: llama3, factor,
+    original, low, high} or {kind: yarn, factor, original, beta_fast, beta_slow}."""
+
+    experts: Annotated[int, Field(ge=2)] | None = None
+    """Feed-forwards of a block, of which every token takes `active`; one when left out."""
+
+    active: PositiveInt | None = None
+    """How many of the experts a token takes; 2 when left out."""
+
+    renormalised: bool | None = None
+    """Whether the shares of the experts that a token takes add up to 1; true when left out."""
+
+    balance: Annotated[float, Field(ge=0)] | None = None
+    """Weight of a penalty on experts that get more than their share of a batch; training only,
+    and local to a region. 0.01 when left out."""
+
     def __post_init__(self) -> None:
         if self.size not in SIZES:
             raise RegistryError(
@@ -97,31 +116,58 @@ class Decoder:
                 hint=f"Sizes are {', '.join(SIZES)}; or give layers, width and heads.",
                 key="size",
             )
-        shape = self.shape
-        if shape.width % shape.heads:
-            raise self._misfit(
-                "width", f"width {shape.width} cannot be shared by {shape.heads} heads"
-            )
-        if shape.head % 2:
-            raise self._misfit(
-                "width",
-                f"width {shape.width} over {shape.heads} heads gives heads of {shape.head}, "
-                "and positions are encoded in pairs of numbers",
-                multiple=2 * shape.heads,
-            )
-        if shape.heads % shape.kv_heads:
+        self._check_experts()
+        width, attention = self.shape.width, self.shape.attention[0]
+        heads, kv_heads = attention.heads, attention.kv_heads
+        if self.head is not None and self.head % 2:
             raise RegistryError(
-                f"{shape.heads} heads cannot share {shape.kv_heads} kv_heads evenly.",
-                hint=f"Choose kv_heads among {_divisors(shape.heads)}.",
+                f"head is {self.head}, and positions are encoded in pairs of numbers.",
+                hint=f"Set head to an even number, such as {self.head + 1}.",
+                key="head",
+            )
+        if self.head is None and width % heads:
+            raise self._misfit(f"width {width} cannot be shared by {heads} heads")
+        if self.head is None and attention.head % 2:
+            raise self._misfit(
+                f"width {width} over {heads} heads gives heads of {attention.head}, "
+                "and positions are encoded in pairs of numbers"
+            )
+        if heads % kv_heads:
+            raise RegistryError(
+                f"{heads} heads cannot share {kv_heads} kv_heads evenly.",
+                hint=f"Choose kv_heads among {divisors(heads)}.",
                 key="kv_heads" if self.kv_heads else "heads",
             )
 
-    def _misfit(self, key: str, said: str, multiple: int = 0) -> RegistryError:
-        multiple = multiple or 2 * self.shape.heads
-        nearest = max(multiple, round(self.shape.width / multiple) * multiple)
-        return RegistryError(
-            f"{said}.", hint=f"Set width to a multiple of {multiple}, such as {nearest}.", key=key
-        )
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            for key in ("active", "renormalised", "balance"):
+                if getattr(self, key) is not None:
+                    raise RegistryError(
+                        f"{key} is {getattr(self, key)}, but there are no experts.",
+                        hint=f"Set experts, or remove {key}.",
+                        key=key,
+                    )
+        elif (self.active or 2) > self.experts:
+            raise RegistryError(
+                f"A token cannot take {self.active or 2} of {self.experts} experts.",
+                hint=f"Set active to {self.experts} or less.",
+                key="active",
+            )
+
+    def _misfit(self, said: str) -> RegistryError:
+        width, multiple = self.shape.width, 2 * self.shape.attention[0].heads
+        nearest = max(multiple, round(width / multiple) * multiple)
+        hint = f"Set width to a multiple of {multiple}, such as {nearest}, or set head."
+        return RegistryError(f"{said}.", hint=hint, key="width")
+
+    @property
+    def penalty(self) -> float:
+        return self.z_loss
+
+    @property
+    def balance_weight(self) -> float:
+        return 0.01 if self.balance is None else self.balance
 
     @cached_property
     def shape(self) -> Shape:
@@ -129,80 +175,28 @@ class Decoder:
         named = SIZES[self.size]
         width = self.width or named.width
         heads = self.heads or named.heads
+        attention = AttentionShape(
+            heads=heads,
+            kv_heads=self.kv_heads or (heads if self.heads else named.kv_heads),
+            head=self.head or width // heads,
+            rope=rope_of(self.rope_theta, self.rope),
+            qk_norm=self.qk_norm is not False,
+            bias=self.bias or "",
+        )
+        experts = None
+        if self.experts is not None:
+            experts = ExpertShape(self.experts, self.active or 2, self.renormalised is not False)
         return Shape(
             layers=self.layers or named.layers,
             width=width,
-            heads=heads,
-            kv_heads=self.kv_heads or (heads if self.heads else named.kv_heads),
-            ffn=self.ffn or math.ceil(width * 8 / 3 / 64) * 64,
+            ffn=self.ffn or math.ceil(width * 8 / 3 / (experts.active if experts else 1) / 64) * 64,
             vocabulary=self.vocabulary,
-            rope_theta=self.rope_theta,
+            attention=(attention,),
+            eps=self.eps or 1e-6,
+            tied=self.tied is not False,
+            experts=experts,
         )
 
-    @property
-    def depth(self) -> int:
-        return self.shape.layers
 
-    def activation_bytes(self, tokens: float) -> float:
-        """Counts some vectors of each layer and token, and the logits, in float32."""
-        shape = self.shape
-        values = shape.layers * (8 * shape.width + 3 * shape.ffn) + 2 * shape.vocabulary
-        return 4 * tokens * values
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Names every tensor, always in the same order."""
-        shape = self.shape
-        blocks = [
-            Tensor(f"blocks.{number:02d}.{name}", dims)
-            for number in range(shape.layers)
-            for name, dims in _block(shape)
-        ]
-        embed = Tensor("embed", (shape.vocabulary, shape.width), embedding=True)
-        return (embed, *blocks, Tensor("norm", (shape.width,)))
-
-    def init(self, seed: int) -> dict[str, np.ndarray]:
-        """Draws the first weights; each tensor's depend on the seed and its own name only."""
-        return {tensor.name: self._draw(tensor, seed) for tensor in self.tensors()}
-
-    def _draw(self, tensor: Tensor, seed: int) -> np.ndarray:
-        if len(tensor.shape) == 1:
-            return np.ones(tensor.shape, np.float32)
-        digest = hashlib.sha256(tensor.name.encode()).digest()
-        source = np.random.Generator(
-            np.random.PCG64([seed, *np.frombuffer(digest, "<u4").tolist()])
-        )
-        # The tied output sums the embedding's rows over the width, so that is their
-        # fan-in. Larger inputs were tried (scaled up, or normed): they start worse and
-        # were 3 % behind after 250 k tokens. What writes into the residual stream is
-        # kept small, so that the stream does not grow with depth.
-        fan_in = self.shape.width if tensor.embedding else tensor.shape[0]
-        scale = fan_in**-0.5
-        if tensor.name.endswith((".o", ".down")):
-            scale /= math.sqrt(2 * self.shape.layers)
-        return source.standard_normal(tensor.shape, np.float32) * np.float32(scale)
-
-    def loss_fn(self, *, penalties: bool = True) -> LossFn:
-        from diloco_cli.models.decoder_flax import loss_fn  # Loads JAX and Flax.
-
-        return loss_fn(self.shape, z_loss=self.z_loss if penalties else 0.0)
-
-
-def _block(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
-    width, keys = shape.width, shape.kv_heads * shape.head
-    return [
-        ("attention.norm", (width,)),
-        ("attention.q", (width, width)),
-        ("attention.k", (width, keys)),
-        ("attention.v", (width, keys)),
-        ("attention.q_norm", (shape.head,)),
-        ("attention.k_norm", (shape.head,)),
-        ("attention.o", (width, width)),
-        ("ffn.norm", (width,)),
-        ("ffn.gate", (width, shape.ffn)),
-        ("ffn.up", (width, shape.ffn)),
-        ("ffn.down", (shape.ffn, width)),
-    ]
-
-
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,16 @@ import httpx
 from diloco_cli.errors import StoreError, WireError
 from diloco_cli.net.connection import Connection
 from diloco_cli.net.options import DEFAULTS, Options
-from diloco_cli.net.refusal import FencedError, Gone, Held, OlderCopy, other_wire, read, refusal
+from diloco_cli.net.refusal import (
+    Dismissed,
+    FencedError,
+    Gone,
+    Held,
+    OlderCopy,
+    other_wire,
+    read,
+    refusal,
+)
 from diloco_cli.net.transfer.bodies import Transfer
 from diloco_cli.observe.status import Status
 from diloco_cli.wire import messages
@@ -37,6 +46,9 @@ from diloco_cli.wire.messages import (
     RUN_HEADER,
     WIRE_HEADER,
     WIRE_VERSION,
+    Amend,
+    Amended,
+    Amendments,
     Answer,
     Heartbeat,
     Join,
@@ -45,11 +57,13 @@ from diloco_cli.wire.messages import (
     Message,
     News,
     Run,
+    Stopping,
+    TextOrder,
     parse,
     parse_error,
 )
 
-__all__ = ["Client", "FencedError", "Gone", "Held", "OlderCopy"]
+__all__ = ["Client", "Dismissed", "FencedError", "Gone", "Held", "OlderCopy"]
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -106,10 +120,25 @@ class Client:
         return run
 
     def join(
-        self, region: str, *, owner: str, boot: int, spec_digest: str, layout_digest: str
+        self,
+        region: str,
+        *,
+        owner: str,
+        boot: int,
+        spec_digest: str,
+        layout_digest: str,
+        order: TextOrder | None = None,
+        key: str | None = None,
     ) -> Joined:
         """Takes the region's lease; raises Held, OlderCopy or SpecError when it may not."""
-        body = Join(owner=owner, boot=boot, spec_digest=spec_digest, layout_digest=layout_digest)
+        body = Join(
+            owner=owner,
+            boot=boot,
+            spec_digest=spec_digest,
+            layout_digest=layout_digest,
+            order=order,
+            key=key,
+        )
         return self._ask("POST", messages.join_path(region), Joined, body)
 
     def heartbeat(self, region: str, report: Heartbeat | Mapping[str, Any]) -> News:
@@ -138,28 +167,17 @@ class Client:
 
         return self._control.call("GET", messages.STATUS, receive, headers=self.headers())
 
-    def stop(self) -> dict[str, Any]:
+    def stop(self) -> Stopping:
         """Asks for a graceful stop of the whole run."""
-        return self._document("POST", messages.STOP)
+        return self._ask("POST", messages.STOP, Stopping)
 
-    def events(self, *, after: str = "", silence: float = 60.0) -> Iterator[dict[str, Any]]:
-        """Yields the run's events as they happen, each with its `id`, after the one named.
+    def amend(self, request: Amend) -> Amended:
+        """Changes settings of the run; raises SpecError when it may not be."""
+        return self._ask("POST", messages.AMENDMENTS, Amended, request)
 
-        Ends with LinkError when the server is silent for longer than `silence` seconds.
-        """
-        headers = {**self.headers(), "accept": "text/event-stream"}
-        if after:
-            headers["last-event-id"] = after
-        fields: dict[str, str] = {}
-        for line in self._control.stream(messages.EVENTS, headers=headers, silence=silence):
-            key, _, value = line.partition(":")
-            value = value.removeprefix(" ")
-            if not line and "data" in fields:
-                yield {**json.loads(fields.pop("data")), "id": fields.get("id", "")}
-            elif key == "data" and key in fields:
-                fields[key] += "\n" + value
-            elif key in ("id", "data"):
-                fields[key] = value
+    def amendments(self) -> Amendments:
+        """Lists the amendments of the run."""
+        return self._ask("GET", messages.AMENDMENTS, Amendments)
 
     # Bulk
 
@@ -214,9 +232,12 @@ class Client:
         except Gone:
             return None
 
-    def weights(self, out: Path, *, version: int | None = None) -> dict[str, str]:
+    def weights(
+        self, out: Path, *, version: int | None = None, ema: bool = False
+    ) -> dict[str, str]:
         """Writes the whole model to `out` as safetensors and returns the file's metadata.
 
+        With `ema` it is the average of the published weights that the run keeps.
         The file appears under its name only when it is complete and readable.
         """
         size = 4 * sum((self._run or self.run()).fragments)
@@ -243,7 +264,7 @@ class Client:
         try:
             metadata = self._transfer.lane(0).call(
                 "GET",
-                messages.weights_path(version),
+                messages.weights_path(version, ema=ema),
                 receive,
                 headers=headers,
                 seconds=self.down.seconds(size),
@@ -281,16 +302,6 @@ class Client:
         # A server that does not know `wait` answers after its own time.
         seconds = max(wait, LONG_POLL_SECONDS) + self.timeouts.answer
         return self._control.call("GET", path, receive, headers=self.headers(), seconds=seconds)
-
-    def _document(self, method: str, path: str) -> dict[str, Any]:
-        def receive(response: httpx.Response) -> dict[str, Any]:
-            body = read(self.url, response, MOST_ANSWER_BYTES)
-            try:
-                return dict(json.loads(body))
-            except (ValueError, TypeError):
-                raise WireError(f"{self.url}{path} did not answer with a JSON object.") from None
-
-        return self._control.call(method, path, receive, headers=self.headers())
 
     def answer(self, response: httpx.Response) -> Answer:
         """Parses the server's decision on a contribution."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 from h2.exceptions import H2Error
@@ -44,10 +44,10 @@ MOST_WHOLE_BYTES = 32 << 20
 class RetryLater(Exception):
     """The server answered that it cannot answer now."""
 
-    def __init__(self, status: int, asked: float, message: str, hint: str | None) -> None:
+    def __init__(self, status: int, retry_after: float, message: str, hint: str | None) -> None:
         super().__init__(message)
         self.status = status
-        self.asked = asked
+        self.retry_after = retry_after
         self.hint = hint
 
 
@@ -123,7 +123,7 @@ class Connection:
         begun = time.monotonic()
         failures = 0
         while True:
-            asked = 0.0
+            retry_after = 0.0
             try:
                 return self.once(
                     method,
@@ -136,9 +136,9 @@ class Connection:
                 )
             except RETRYABLE as error:
                 failure: Exception = error
-                asked = error.asked if isinstance(error, RetryLater) else 0.0
+                retry_after = error.retry_after if isinstance(error, RetryLater) else 0.0
             failures += 1
-            pause = retry.pause(failures, asked=asked, chance=random.random())
+            pause = retry.pause(failures, retry_after=retry_after, chance=random.random())
             if failures >= retry.tries or final(failure) or self.stop.wait(pause):
                 elapsed = time.monotonic() - begun
                 raise link_error(self.url, failure, allowed, failures, elapsed) from failure
@@ -185,7 +185,7 @@ class Connection:
         self, method: str, path: str, body: Source | None, headers: dict[str, str], allowed: float
     ) -> httpx.Request:
         limits = httpx.Timeout(allowed, connect=min(allowed, self.timeouts.connect)).as_dict()
-        extensions: dict[str, Any] = {"timeout": limits}
+        extensions: dict[str, object] = {"timeout": limits}
         headers, content = {**self._headers, **headers}, None
         if body is not None:
             size = _size(body)
@@ -229,22 +229,6 @@ class Connection:
             if not response.is_success:
                 raise
             raise Damaged(error) from error
-
-    def stream(self, path: str, *, headers: dict[str, str], silence: float) -> Iterator[str]:
-        """Yields the lines of an answer that has no end; there are no retries."""
-        request = self._request("GET", path, None, headers, silence)
-        try:
-            response = self._send(request)
-            try:
-                if not response.is_success:
-                    body = read(self.url, response, MOST_REFUSAL_BYTES)
-                    raise refusal(self.url, response.status_code, body)
-                yield from response.iter_lines()
-            finally:
-                response.close()
-        except httpx.RequestError as error:
-            error_in_handshake = handshake_error(self.url, self._credentials, error)
-            raise error_in_handshake or link_error(self.url, error, silence, 1, 0.0) from error
 
 
 def _size(body: Source) -> int:
@@ -299,9 +283,9 @@ def _later(url: str, response: httpx.Response) -> RetryLater:
     parsed = parse_error(read(url, response, MOST_REFUSAL_BYTES))
     message = parsed[0].message if parsed else response.reason_phrase or "no reason given"
     try:
-        asked = max(0.0, float(response.headers.get("retry-after", "0")))
+        retry_after = max(0.0, float(response.headers.get("retry-after", "0")))
     except ValueError:  # A date, which our servers do not send.
-        asked = 0.0
+        retry_after = 0.0
     return RetryLater(
-        response.status_code, asked, message.rstrip("."), parsed[0].hint if parsed else None
+        response.status_code, retry_after, message.rstrip("."), parsed[0].hint if parsed else None
     )

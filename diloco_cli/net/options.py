@@ -42,15 +42,18 @@ class Retry:
     tries: int = 5
     first: float = 0.5
     most: float = 15.0
-    most_asked: float = 60.0
+    most_retry_after: float = 60.0
     """The longest pause a server may ask for with Retry-After."""
 
-    def pause(self, failures: int, *, asked: float = 0.0, chance: float) -> float:
+    def pause(self, failures: int, *, retry_after: float = 0.0, chance: float) -> float:
         """Says how long to wait after so many failures; `chance` is within 0 and 1."""
         # Half of it random: regions that lost the server together must not return together.
         grown = min(self.most, self.first * 2 ** min(failures - 1, 60))
         # A pause that the server asked for is lengthened at random, for the same reason.
-        return max(min(asked, self.most_asked) * (1 + 0.5 * chance), grown * (0.5 + 0.5 * chance))
+        return max(
+            min(retry_after, self.most_retry_after) * (1 + 0.5 * chance),
+            grown * (0.5 + 0.5 * chance),
+        )
 
 
 ONCE = Retry(tries=1)

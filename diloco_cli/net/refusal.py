@@ -1,7 +1,8 @@
 """What a refusal by the server means: one exception for each thing the client can do about it.
 
 412                       FencedError  stop training, join again
-409 held                  Held         wait, join again
+409 held, too-soon        Held         wait, join again
+403 retired               Dismissed    leave: the region was removed from the run
 409 older-copy            OlderCopy    take a new owner id, join again
 409 …, 401, 403           SpecError    another run or spec, or no permission: a person must look
 404, 410                  Gone         take something newer
@@ -31,6 +32,10 @@ class Held(DilocoError):
     def __init__(self, message: str, *, hint: str | None, retry_seconds: float) -> None:
         super().__init__(message, hint=hint)
         self.retry_seconds = retry_seconds
+
+
+class Dismissed(SpecError):
+    """The region was removed from the run; it may join again when it is added again."""
 
 
 class OlderCopy(DilocoError):
@@ -69,14 +74,16 @@ def refusal(url: str, status: int, body: bytes) -> DilocoError:
     message, hint = error.message, error.hint
     if status == 412:
         return FencedError(message, hint=hint)
-    if status == 409 and error.code == "held":
+    if status == 403 and error.code == "retired":
+        return Dismissed(message, hint=hint)
+    if status == 409 and error.code in ("held", "too-soon"):
         seconds = fields.get("retry_seconds")
         return Held(message, hint=hint, retry_seconds=_positive(seconds, otherwise=1.0))
     if status == 409 and error.code == "older-copy":
         return OlderCopy(message, hint=hint)
     if status == 409 and error.code == "server-behind":
         return StoreError(message, hint=hint)
-    if status in (401, 403, 409):
+    if status in (401, 403, 409) or error.code == "not-amendable":
         return SpecError(message, hint=hint)
     if status in (404, 410):
         return Gone(message, hint=hint)

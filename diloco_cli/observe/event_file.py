@@ -76,7 +76,9 @@ class EventFile:
             self._file = None
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         file = self._file = os.open(self._path.name, flags, 0o644, dir_fd=self._folder)
-        # A crash may have left half a line; ours must not be glued to it.
+        # A crash may have left half a line; ours must not be glued to it. A line that another
+        # process is writing just now looks the same where it crosses a page: then an empty line
+        # comes after it, which readers leave out.
         if _is_torn(file):
             os.write(file, b"\n")
         return file

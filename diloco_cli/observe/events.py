@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_cli.observe.event_file import EVERYTHING, EventFile, EventReader
+from diloco_cli.wire.messages import JsonObject
 
 MOST_BYTES = 64 << 20
 LARGEST_LINE = 4096
@@ -45,6 +46,9 @@ KINDS: Mapping[str, EventKind] = {
     "run-ended": EventKind(
         "the budget is reached; what is held is being drained", ("why", "tokens")
     ),
+    "run-resumed": EventKind(
+        "less than the budget came out of the drain; the run goes on", ("why",)
+    ),
     "server-started": EventKind("the server listens", ("url", "pid", "recovered", "seconds_taken")),
     "server-restarted": EventKind(
         "the server died and was started again", ("code", "why", "restarts")
@@ -60,12 +64,27 @@ KINDS: Mapping[str, EventKind] = {
     "revived": EventKind("a region with a lapsed lease is back", ("region", "silent_seconds")),
     "fenced": EventKind("a region was told that another worker has its place", ("region", "epoch")),
     "left": EventKind("a region said goodbye", ("region", "why")),
+    "retired": EventKind("a region is no member of the run any more", ("region", "why", "by")),
+    "lanes-dealt": EventKind(
+        "lanes of a text got other readers, or were cut into more",
+        ("order", "why", "lanes", "count"),
+    ),
+    "text-changed": EventKind(
+        "a region reads another text than before", ("region", "order", "tokens")
+    ),
+    "lanes-followed": EventKind(
+        "a region took lanes up or gave lanes up, and where, as {lane: [grant, position]}",
+        ("region", "step", "taken", "released"),
+    ),
     "called": EventKind(
         "every live region is asked for a fragment", ("fragment", "version", "why")
     ),
     "accepted": EventKind(
         "a contribution is durable and waits for its round",
-        ("region", "fragment", "version", "base", "clock", "digest", "tokens", "steps", "bytes"),
+        (
+            *("region", "fragment", "version", "base", "clock", "digest", "tokens", "steps"),
+            *("bytes", "counted"),
+        ),
     ),
     "returned": EventKind(
         "a contribution came back; its work is kept and sent again",
@@ -78,9 +97,14 @@ KINDS: Mapping[str, EventKind] = {
     "quarantined": EventKind(
         "a region's work is kept out until it is sound again", ("region", "why")
     ),
+    "paced": EventKind("a region's pace was learnt", ("region", "steps_per_second")),
     "foreign": EventKind(
         "a contribution came from an older copy of its region",
         ("region", "fragment", "version", "base", "clock", "digest", "why"),
+    ),
+    "amended": EventKind(
+        "settings of the run changed",
+        ("number", "by", "why", "set", "add", "remove", "repace", "reopens"),
     ),
     "closed": EventKind(
         "a round has its members", ("fragment", "version", "members", "weights", "why", "drain")
@@ -132,7 +156,7 @@ class Event:
     seconds: float
     """Since the process that wrote it began."""
 
-    fields: dict[str, Any]
+    fields: JsonObject
 
 
 class EventLog:
@@ -217,7 +241,7 @@ def parse(line: bytes) -> Event | None:
         return None
 
 
-def _line(fields: dict[str, Any]) -> bytes:
+def _line(fields: JsonObject) -> bytes:
     line = _json(fields)
     if len(line) < LARGEST_LINE:
         return line
@@ -236,5 +260,5 @@ def _is_long(value: Any) -> bool:
     return isinstance(value, str) and len(value) > LONGEST_TEXT
 
 
-def _json(fields: dict[str, Any]) -> bytes:
+def _json(fields: JsonObject) -> bytes:
     return json.dumps(fields, ensure_ascii=False, default=str).encode() + b"\n"

@@ -14,7 +14,7 @@ _STATES = {
     "run-finished": "finished",
     "run-stopped": "stopped",
 }
-_LEASES = {"joined": "joined", "revived": "joined", "lapsed": "lapsed", "left": "left"}
+_LEASES = {"revived": "joined", **{word: word for word in ("joined", "lapsed", "left", "retired")}}
 
 
 def last_known(events: Iterable[Event]) -> LastKnown:
@@ -87,6 +87,13 @@ class _RunLogSums:
         if event.kind == "accepted":
             self.wire["bytes_up"] = self.wire.get("bytes_up", 0) + (fields.get("bytes") or 0)
         if event.kind == "evaluated" and (loss := fields.get("loss")) is not None:
-            first = loss if self.loss.first is None else self.loss.first
-            best = loss if self.loss.best is None else min(self.loss.best, loss)
-            self.loss = LossStatus(heldout=loss, first=first, best=best)
+            self._evaluated(loss, sum(fields.get("versions") or ()))
+
+    def _evaluated(self, loss: float, at: int) -> None:
+        known = self.loss
+        changes: dict[str, Any] = {"heldout": loss, "heldout_at": at}
+        if known.first is None:
+            changes |= {"first": loss, "first_at": at}
+        if known.best is None or loss < known.best:
+            changes |= {"best": loss, "best_at": at}
+        self.loss = known.model_copy(update=changes)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
-from diloco_cli.observe.status import Goodputs, Status
+from diloco_cli.observe.status import Goodputs, RegionStatus, Status, TextStatus
+from diloco_cli.observe.units import amount, bytes_, percent
 
 
 def bits_per_parameter(bytes_moved: float, parameters_moved: float) -> float | None:
@@ -19,7 +20,7 @@ def bits_per_parameter(bytes_moved: float, parameters_moved: float) -> float | N
 
 
 def goodput(applied: float, trained: float) -> float | None:
-    """Says which share of the tokens trained has reached the global weights.
+    """Says which share of the tokens trained has reached the global weights: the part kept.
 
     Tokens on their way count as trained and not yet as applied, so a healthy run shows
     a little less than 1 until it is drained. Time lost to restarts is not in it: a
@@ -36,34 +37,43 @@ class Effort:
     """Seconds spent in inner steps, those whose work was lost included."""
     trained: float = 0.0
     """Tokens of all inner steps, lost ones included."""
-    kept: float = 0.0
+    useful: float = 0.0
     """Of these, what is applied or still can be: not lost, not refused, not discarded."""
     applied: float = 0.0
     """Of these, what is in published weights."""
     pace: float = 0.0
     """Tokens per second when nothing is wrong; 0 if it is not known yet."""
+    present: float | None = None
+    """Seconds that it was a member; None: all the time."""
+
+    def time_of(self, elapsed: float) -> float:
+        return elapsed if self.present is None else self.present
 
 
 def goodputs(
-    efforts: Sequence[Effort], *, elapsed: float, rounds: int, contributions: int
+    efforts: Sequence[Effort], *, elapsed: float, contributions: int, chances: int
 ) -> Goodputs:
     """Says the three goodputs of a run: of its time, of its tokens, of its rounds.
 
-    `contributions` is the sum over `rounds` of how many regions each one merged.
+    `contributions` is the sum over rounds of how many regions each one merged, `chances` that of
+    how many were members.
     """
     return Goodputs(
         time=time_goodput(efforts, elapsed),
         tokens=token_goodput(efforts, elapsed),
-        participation=participation(rounds, contributions, len(efforts)),
+        participation=participation(contributions, chances),
     )
 
 
 def time_goodput(efforts: Sequence[Effort], elapsed: float) -> float | None:
-    """Says which share of the regions' time went into inner steps whose work was kept."""
-    if not efforts or elapsed <= 0:
+    """Says which share of the regions' time went into inner steps whose work is useful."""
+    together = sum(effort.time_of(elapsed) for effort in efforts)
+    if together <= 0:
         return None
-    kept = [effort.worked * effort.kept / effort.trained for effort in efforts if effort.trained]
-    return sum(kept) / (len(efforts) * elapsed)
+    useful = [
+        effort.worked * effort.useful / effort.trained for effort in efforts if effort.trained
+    ]
+    return _finite(sum(useful) / together)
 
 
 def token_goodput(efforts: Sequence[Effort], elapsed: float) -> float | None:
@@ -72,15 +82,23 @@ def token_goodput(efforts: Sequence[Effort], elapsed: float) -> float | None:
     A region whose pace is not known yet counts as fast as the others on average.
     """
     paces = [effort.pace for effort in efforts if effort.pace > 0]
-    if not paces or elapsed <= 0:
+    if not paces:
         return None
-    fault_free = sum(paces) / len(paces) * len(efforts)
-    return sum(effort.applied for effort in efforts) / (fault_free * elapsed)
+    usual = sum(paces) / len(paces)
+    fault_free = sum((effort.pace or usual) * effort.time_of(elapsed) for effort in efforts)
+    if fault_free <= 0:
+        return None
+    return _finite(sum(effort.applied for effort in efforts) / fault_free)
 
 
-def participation(rounds: int, contributions: int, regions: int) -> float | None:
-    """Says which share of the regions a round merged, on average."""
-    return contributions / (rounds * regions) if rounds and regions else None
+def _finite(share: float) -> float | None:
+    """None for what is no share: regions say themselves how fast they are, and may say anything."""
+    return share if math.isfinite(share) else None
+
+
+def participation(contributions: int, chances: int) -> float | None:
+    """Says which share of the members a round merged, on average."""
+    return contributions / chances if chances else None
 
 
 def blocked_share(blocked: float, worked: float) -> float | None:
@@ -107,13 +125,70 @@ def seconds_left(points: Sequence[tuple[float, float]], budget: float) -> float 
     return (budget - applied) * (now - began) / (applied - first)
 
 
+def overshoot(
+    applied: float, budget: float, *, step: float, away: Mapping[str, float], lowered: bool
+) -> str:
+    """Says by how much more than the budget was applied, and why; empty where it was kept.
+
+    `step` is a step of every region: so much, and as much again, is within the rules. `away` is
+    what regions held when they came back, while the others had their part of the budget.
+    """
+    if applied <= budget + 2 * step:
+        return ""
+    told = [
+        f"{name} was away with {amount(tokens)} tokens"
+        for name, tokens in sorted(away.items(), key=lambda each: -each[1])
+        if tokens > step
+    ]
+    if lowered:
+        told.append("it was lowered below what was trained")
+    share = f"{100 * applied / budget:.0f} % of the budget"
+    return f"{share}: {', '.join(told)}" if told else share
+
+
+def standing(status: Status) -> dict[str, int]:
+    """Counts the regions by what they are to the run; who is unlisted is a member as well."""
+    members = [region for region in status.regions if region.member]
+    return {
+        "member": len(members),
+        "unlisted": sum(not region.listed for region in members),
+        "expected": sum(not (region.member or region.retired) for region in status.regions),
+        "retired": sum(bool(region.retired) for region in status.regions),
+    }
+
+
+def standing_in_words(status: Status) -> str:
+    """Says who counts and who does not; nothing where all that are listed are members."""
+    counts = standing(status)
+    parts = [f"{counts[what]} {what}" for what in ("expected", "retired") if counts[what]]
+    if not parts and not counts["unlisted"]:
+        return ""
+    unlisted = f" ({counts['unlisted']} not listed)" if counts["unlisted"] else ""
+    noun = "member" if counts["member"] == 1 else "members"
+    return ", ".join([f"{counts['member']} {noun}{unlisted}", *parts])
+
+
 def warnings(status: Status) -> list[str]:
     """Names what a glance at the figures would miss, one sentence each."""
-    return [status.trouble] * bool(status.trouble) + _loneliness(status)
+    trouble = [status.trouble] * bool(status.trouble)
+    return trouble + _loneliness(status) + _overclaims(status) + _other_texts(status)
+
+
+def _other_texts(status: Status) -> list[str]:
+    """Regions that should divide a text, and do not because one has a file more."""
+    alike: dict[str, list[TextStatus]] = {}
+    for text in status.texts:
+        alike.setdefault(text.settings, []).append(text)
+    return [
+        "texts differ although their settings are equal, so each region reads all of its own: "
+        + "; ".join(f"{', '.join(text.regions)} has {text.tokens:,} tokens" for text in texts)
+        for texts in alike.values()
+        if len(texts) > 1
+    ]
 
 
 def _loneliness(status: Status) -> list[str]:
-    regions, tokens = status.regions, status.tokens
+    regions, tokens = [each for each in status.regions if each.member], status.tokens
     if status.state != "training" or len(regions) < 2 or not status.outer_steps:
         return []
     if tokens.applied >= tokens.budget:
@@ -129,16 +204,69 @@ def _loneliness(status: Status) -> list[str]:
     return []
 
 
+def _overclaims(status: Status) -> list[str]:
+    found = []
+    for region in status.regions:
+        if region.overclaim:
+            hint = f"diloco amend --repace {region.name}"
+            found.append(f"{region.name} {region.overclaim} ({hint} lets it be learnt anew)")
+        if region.unbalanced:
+            found.append(f"{region.name} reports tokens that contradict what is merged")
+    return found
+
+
+def per_device(region: RegionStatus) -> str:
+    """What a region gets out of each of its devices; nothing where that says nothing new.
+
+    A single processor, whose kind is not known and which does not say what is in use, is left
+    out: its tokens per second are those of the region.
+    """
+    known = (region.devices or 1) > 1 or region.mfu is not None or region.device_memory is not None
+    if not (known and region.alive and region.devices):
+        return ""
+    speed = region.tokens_per_second
+    facts = [
+        f"{region.devices} device{'s' * (region.devices > 1)}",
+        f"{amount(None if speed is None else speed / region.devices)} tok/s each",
+        f"{'–' if region.tflops is None else f'{region.tflops:.3g}'} TFLOP/s each",
+    ]
+    if region.mfu is not None:
+        facts.append(f"MFU {percent(region.mfu)}")
+    if region.device_memory is not None:
+        facts.append(f"{bytes_(region.device_memory)} in use")
+    if region.blocked is not None:
+        facts.append(f"{100 * region.blocked:.1f}% of the time held up by the exchange")
+    return ", ".join(facts)
+
+
+class MedianAndTail(TypedDict):
+    p50: float | None
+    p95: float | None
+
+
 RECOVERY_PARTS = ("detect", "start", "compile", "fetch")
 
 
-def recoveries(recoveries: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+class RecoverySummary(TypedDict):
+    """How long recoveries took, in seconds."""
+
+    count: int
+    p50: float | None
+    p95: float | None
+    max: float | None
+    parts: dict[str, MedianAndTail]
+
+
+def recoveries(recoveries: Sequence[Mapping[str, float]]) -> RecoverySummary:
     """Sums up how long it took from a kill to the next finished step, as a whole and by part.
 
     Each recovery has its `total`, in seconds, and those parts that were seen.
     """
     totals = [recovery["total"] for recovery in recoveries]
-    parts = {part: [one[part] for one in recoveries if part in one] for part in RECOVERY_PARTS}
+    parts = {
+        part: [recovery[part] for recovery in recoveries if part in recovery]
+        for part in RECOVERY_PARTS
+    }
     return {
         "count": len(totals),
         **_median_and_tail(totals),
@@ -147,7 +275,7 @@ def recoveries(recoveries: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
-def _median_and_tail(values: Sequence[float]) -> dict[str, float | None]:
+def _median_and_tail(values: Sequence[float]) -> MedianAndTail:
     return {"p50": quantile(values, 0.5), "p95": quantile(values, 0.95)}
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
+from diloco_cli.observe.metrics import standing, warnings
 from diloco_cli.observe.status import STATES, Status
 
-FATES = ("applied", "pending", "refused", "discarded", "trained")
+FATES = ("applied", "uncounted", "pending", "refused", "discarded", "trained")
 
 _RUN = (
     # name, where in the document, help
@@ -16,8 +17,8 @@ _RUN = (
     ("tokens_budget", "tokens.budget", "Merged tokens at which the run ends"),
     ("loss_heldout", "loss.heldout", "Held-out loss of the global weights, nats per token"),
     ("loss_train", "loss.train", "Training loss, averaged over regions"),
-    ("goodput_ratio", "goodput", "Tokens applied over tokens trained"),
-    ("goodput_time_ratio", "goodputs.time", "Share of the time in steps that were kept"),
+    ("goodput_ratio", "goodput", "Kept: tokens applied over tokens trained"),
+    ("goodput_time_ratio", "goodputs.time", "Share of the time in steps whose work is useful"),
     ("goodput_tokens_ratio", "goodputs.tokens", "Tokens applied over fault-free tokens"),
     ("participation_ratio", "goodputs.participation", "Mean share of regions in a round"),
 )
@@ -33,22 +34,33 @@ _REGION = (
     ("region_contributing", "contributing", "1 while the region's work reaches the global weights"),
     ("region_step", "step", "Inner steps made"),
     ("region_tokens_per_second", "tokens_per_second", "Training speed"),
+    ("region_devices", "devices", "Devices the region trains on"),
+    ("region_tflops", "tflops", "Tera-operations per second of one device"),
+    ("region_mfu_ratio", "mfu", "Share of what a device can do at best"),
+    ("region_device_memory_bytes", "device_memory", "Bytes in use on the fullest device"),
     ("region_loss", "loss", "Training loss"),
     ("region_blocked_ratio", "blocked", "Share of the training time that the exchange held up"),
     ("region_staleness", "staleness", "Versions the furthest fragment is behind"),
     ("region_share_ratio", "share", "Share of the merged weight"),
+    ("region_lanes", "lanes", "Lanes of its text that the region reads"),
     ("region_last_merged_seconds", "last_merged_seconds", "Since the region was last merged"),
+    ("region_silent_seconds", "silent_seconds", "Since the region's last heartbeat"),
     ("region_restarts", "restarts", "Trainer restarts"),
     ("region_tokens_lost", "lost", "Tokens trained and lost with a trainer that died"),
     ("region_refused", "refused", "Contributions refused"),
     ("region_quarantined", "quarantined", "1 while the region's work is kept out"),
+    ("region_pace_steps_per_second", "pace", "Pace on record, up to which claims count"),
+    ("region_unbalanced", "unbalanced", "1 while the region's reports contradict what is merged"),
     ("region_mended", "mended", "Copies of published weights replaced for having other bits"),
 )
 
 METRICS = (
     *(f"diloco_{name}" for name, _, _ in _RUN + _WIRE + _REGION),
+    "diloco_regions",
     "diloco_state",
     "diloco_tokens",
+    *("diloco_trouble", "diloco_warnings", "diloco_build_info", "diloco_disk_free_bytes"),
+    *("diloco_tokens_given_up", "diloco_tokens_repeated", "diloco_tokens_unread"),
 )
 """Every name `/metrics` may show."""
 
@@ -67,11 +79,40 @@ def prometheus_text(status: Status) -> str:
     return generate_latest(registry).decode()
 
 
+def process_text(*, version: str, disk_free: int | None) -> str:
+    """What the server's process and its disk are at, in the same format."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.process_collector import ProcessCollector
+    from prometheus_client.registry import Collector
+
+    class Once(Collector):
+        def collect(self) -> Iterator[Any]:
+            yield _family("build_info", "1, for this version", ("version",), [((version,), 1.0)])
+            yield _family("disk_free_bytes", "Room on the server's disk", (), [((), disk_free)])
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Once())
+    ProcessCollector(registry=registry)
+    return generate_latest(registry).decode()
+
+
 def _families(status: Status) -> Iterator[Any]:
     states = [((state,), float(status.state == state)) for state in STATES]
     yield _family("state", "1 for the state the run is in", ("state",), states)
+    standings = [((what,), float(count)) for what, count in standing(status).items()]
+    yield _family("regions", "Regions by what they are to the run", ("is",), standings)
+    trouble = float(bool(status.trouble))
+    yield _family("trouble", "1 while nothing can be acknowledged", (), [((), trouble)])
+    alarms = float(len(warnings(status)))
+    yield _family("warnings", "Sentences that `diloco status` warns with", (), [((), alarms)])
     fates = [((fate,), getattr(status.tokens, fate)) for fate in FATES]
     yield _family("tokens", "Tokens by what became of them", ("fate",), fates)
+    for name, meaning in (
+        ("given_up", "Of the discarded, by retirement"),
+        ("repeated", "Read by two regions in one epoch, after one had fallen silent"),
+        ("unread", "Skipped in an epoch, because the region that read them fell silent"),
+    ):
+        yield _family(f"tokens_{name}", meaning, (), [((), getattr(status.tokens, name))])
     for name, path, meaning in _RUN:
         yield _family(name, meaning, (), [((), attrgetter(path)(status))])
     for name, key, meaning in _WIRE:

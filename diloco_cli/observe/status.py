@@ -11,12 +11,12 @@ None always means: not known, or not yet.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from pydantic import ConfigDict, Field, ValidationError
 
 from diloco_cli.errors import WireError
-from diloco_cli.wire.messages import Message, fault
+from diloco_cli.wire.messages import Amendment, JsonObject, Message, fault
 
 ENDED = ("finished", "stopped")
 STATES = ("waiting", "training", *ENDED)
@@ -39,7 +39,7 @@ class StatusDocument(Message):
                 hint="The server runs another program or version; compare `diloco --version`.",
             ) from None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> JsonObject:
         """As JSON objects, with only the keys that were given."""
         return self.model_dump(mode="json", exclude_unset=True)
 
@@ -49,6 +49,8 @@ class FragmentTokens(StatusDocument):
 
     trained: float
     applied: float
+    uncounted: float
+    """Merged beyond what a region's claims may count; see docs/concepts/tokens.md."""
     pending: float
     refused: float
     discarded: float
@@ -60,9 +62,17 @@ class RunTokens(StatusDocument):
     budget: int
     trained: float
     applied: float
+    uncounted: float
+    """Merged beyond what a region's claims may count; see docs/concepts/tokens.md."""
     pending: float
     refused: float
     discarded: float
+    given_up: float = 0.0
+    """Of the discarded: held by regions when they were retired; pending again if they return."""
+    repeated: float = 0.0
+    """Read by a region after its lanes had gone to another, and merged all the same."""
+    unread: float = 0.0
+    """Read by a region that fell silent, and never merged: skipped in this epoch."""
 
 
 class LossStatus(StatusDocument):
@@ -74,6 +84,10 @@ class LossStatus(StatusDocument):
     """Mean over regions of their last inner step."""
     first: float | None = None
     best: float | None = None
+    heldout_at: int | None = None
+    """Outer steps that the weights had when `heldout` was measured; the same for the others."""
+    first_at: int | None = None
+    best_at: int | None = None
 
 
 class WireUse(StatusDocument):
@@ -86,11 +100,21 @@ class WireUse(StatusDocument):
 
 
 class Goodputs(StatusDocument):
-    """Which share of a fault-free run this one reached; docs/guides/operate.md defines each."""
+    """Which share of a fault-free run this one reached; docs/concepts/goodput.md defines each."""
 
     time: float | None = None
     tokens: float | None = None
     participation: float | None = None
+
+
+class StartStatus(StatusDocument):
+    """The weights that a run began with, where the seed did not make them."""
+
+    source: str
+    weights: str
+    """Digest of the whole model's tensors."""
+    momentum: str
+    """`fresh` or `keep`."""
 
 
 class FragmentStatus(StatusDocument):
@@ -128,8 +152,37 @@ class RegionStatus(StatusDocument):
     refused: int
     mended: int
     quarantined: bool
+    pace: float | None
+    """Inner steps per second on record; None before they are learnt."""
+    overclaim: str
+    """What of its latest claims did not count; empty if all did."""
+    unbalanced: bool
+    """Its reports contradict what is merged, and are not added to anything."""
+    until: float | None
+    """Tokens that it may have trained in all before it waits; None before it was told."""
     why: str
     """What it waits for."""
+    member: bool = True
+    """It has joined and is not retired; only members count."""
+    listed: bool = True
+    """The spec lists it; others came with a credential of the run."""
+    retired: str = ""
+    """Why it is no member any more."""
+    terms: int | None = None
+    """Number of the terms that its trainer works under."""
+    lanes: int | None = None
+    """Lanes of its text that it reads; None while the text is not known."""
+    devices: int | None = None
+    """Devices that it trains on."""
+    tflops: float | None = None
+    """Tera-operations per second of one of them."""
+    mfu: float | None = None
+    """Share of what such a device can do at best; None of a kind that is not known."""
+    device_memory: int | None = None
+    """Bytes in use on the fullest of them."""
+
+    silent_seconds: float | None = None
+    """Since its last heartbeat."""
 
     failed: str = ""
     """Why its worker is not started again; only `diloco run` knows."""
@@ -139,14 +192,28 @@ class RegionStatus(StatusDocument):
     @property
     def state(self) -> str:
         """Names in one word what the region does."""
-        for word in ("failed", "done", "left", "starting"):
+        for word in ("failed", "retired", "done", "left", "starting"):
             if getattr(self, word):
                 return word
+        if not self.member:
+            return "expected"
         if not self.alive:
             return "away"
         if not self.training:
             return "idle" if self.step else "starting"
         return "contributing" if self.contributing else "training"
+
+
+class TextStatus(StatusDocument):
+    """A text that regions read, and divide if there are several."""
+
+    order: str
+    tokens: int
+    """Of the training part."""
+    lanes: int
+    regions: tuple[str, ...]
+    settings: str
+    """Equal for texts that differ in their files only."""
 
 
 class Status(StatusDocument):
@@ -168,11 +235,19 @@ class Status(StatusDocument):
     loss: LossStatus
     wire: WireUse
     goodput: float | None
+    """Tokens applied over tokens trained; people read it as `kept`."""
     goodputs: Goodputs
     seconds: float
     fragments: tuple[FragmentStatus, ...]
     regions: tuple[RegionStatus, ...]
+    terms: int = 0
+    """How often the run was amended."""
+    amendments: tuple[Amendment, ...] = ()
+    """The newest ones, with who made them and when."""
 
+    texts: tuple[TextStatus, ...] = ()
+    """What members read, each text once."""
+    start: StartStatus | None = None
     reachable: bool = True
     """False in a copy that is shown while the server does not answer."""
 
@@ -212,6 +287,8 @@ class Summary(StatusDocument):
     tokens: RunTokens | None = None
     balanced: bool | None = None
     """Whether every token trained has exactly one fate."""
+    overshoot: str = ""
+    """By how much more than the budget was applied, and why; empty where it was kept."""
     fragments: tuple[FragmentSummary, ...] = ()
     loss: LossStatus = LossStatus()
     outer_steps: int | None = None
@@ -222,6 +299,7 @@ class Summary(StatusDocument):
     regions: dict[str, RegionSummary] = Field(default_factory=dict)
     spec_digest: str = ""
     layout_digest: str = ""
+    start: StartStatus | None = None
 
     @property
     def ended(self) -> bool:
@@ -242,7 +320,7 @@ class LastKnown(StatusDocument):
     loss: LossStatus
     wire: dict[str, int]
     regions: dict[str, str]
-    """joined, lapsed or left."""
+    """joined, lapsed, left or retired."""
     away: dict[str, float]
     """Since when regions on this host do not reach the server, which may be elsewhere."""
     time: float | None = None

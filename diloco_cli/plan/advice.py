@@ -48,9 +48,9 @@ def advised(spec: RunSpec, scenario: Scenario, target: float) -> list[Advice]:
 def followed(spec: RunSpec, advice: Sequence[Advice]) -> RunSpec:
     """The spec with every piece of advice taken."""
     data = resolved(spec)
-    for one in advice:
-        section, key, *_ = one.key.split(".")
-        data[section][key] = one.value
+    for change in advice:
+        section, key, *_ = change.key.split(".")
+        data[section][key] = change.value
     return RunSpec.model_validate(data)
 
 
@@ -59,7 +59,7 @@ def pasted(spec: RunSpec, advice: Sequence[Advice]) -> list[str]:
     import yaml
 
     data = resolved(followed(spec, advice))
-    sections = sorted({one.key.partition(".")[0] for one in advice})
+    sections = sorted({change.key.partition(".")[0] for change in advice})
     return [
         f"{name}: "
         + yaml.safe_dump(data[name], default_flow_style=True, width=10_000, sort_keys=False).strip()

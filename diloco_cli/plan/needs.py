@@ -9,9 +9,11 @@ the waiting is a small share of the time.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diloco_cli.plan.devices import averages
 from diloco_cli.sim import measured
 from diloco_cli.sim.scenario import RegionSite, Scenario
 from diloco_cli.spec.schema import RunSpec
@@ -20,44 +22,50 @@ Seconds = float
 FLOAT = 4
 """Bytes of a weight: everything is trained and merged in float32."""
 
+TRAINER_BYTES, SERVER_BYTES = 0.8e9, 0.23e9
+"""What the processes of a region and the server's take for a tiny model: Python, JAX, buffers."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes, of one trainer and of the server."""
+    """Bytes, of one region's host and of the server; devices are in devices.py."""
 
-    device: float
-    """Weights, gradients and the optimiser's averages; activations come on top."""
-    activations: float
-    """Roughly, of one micro-batch without recomputation."""
     host: float
     """Anchors, and a checkpoint while it is written."""
     server: float
-    """Weights, momentum and published weights, and one round in the making."""
+    """One fragment in the making, and what the process itself takes."""
     server_disk: float
 
 
 def memory(spec: RunSpec, scenario: Scenario) -> MemoryNeeds:
     size, largest = scenario.parameters, max(scenario.sizes)
-    optimizer = spec.inner.optimizer
-    averages = {"adamw": 2, "sgd": 1 if optimizer.get("momentum", 0.9) else 0}
-    state = averages.get(str(optimizer.get("kind")), 2)
+    state = max(averages(spec.inner_of(region.name)) for region in spec.regions)
     return MemoryNeeds(
-        device=FLOAT * size * (2 + state),
-        activations=_activations(spec),
-        host=FLOAT * size * (1 + 1 + state) + 2 * FLOAT * largest,
-        server=FLOAT * size * 3 + 6 * FLOAT * largest,
-        server_disk=FLOAT * size * 3 * 2
-        + len(scenario.sites) * size * scenario.up_bits / 8
-        + 4 * size * scenario.down_bits / 8,
+        host=FLOAT * size * (1 + 1 + state) + 2 * FLOAT * largest + TRAINER_BYTES,
+        server=server_memory(scenario.sizes),
+        server_disk=server_disk(
+            scenario.sizes, len(scenario.sites), scenario.up_bits, scenario.down_bits
+        ),
     )
 
 
-def _activations(spec: RunSpec) -> float:
-    from diloco_cli.models import Described, models
+def server_memory(sizes: Sequence[int]) -> float:
+    """Bytes of a server's memory when it merges the largest fragment and one is fetched whole."""
+    from diloco_cli.server.versions.held import HELD_BYTES
 
-    model, inner = models.build(spec.model), spec.inner
-    tokens = inner.batch * inner.sequence / inner.accumulate
-    return model.activation_bytes(tokens) if isinstance(model, Described) else 0.0
+    old_and_new, whole_frame = 2 * 3, 2
+    held = 3 * FLOAT * sum(sizes)
+    held = held if held <= HELD_BYTES else 0
+    return SERVER_BYTES + held + FLOAT * max(sizes) * (old_and_new + whole_frame)
+
+
+def server_disk(sizes: Sequence[int], regions: int, up_bits: float, down_bits: float) -> float:
+    """Bytes of a server's folder, for a store with the options it has by default."""
+    size = sum(sizes)
+    stored, set_aside = 2, 1  # Of eight versions; and the newest, if it is not among them.
+    merged = (8 + 1) * regions * up_bits / 8  # Kept for `replay`, and those that wait.
+    deltas = 8 * down_bits / 8
+    return size * (3 * FLOAT * (stored + set_aside) + merged + deltas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,7 @@ class Bound:
 
 def bounds(scenario: Scenario, needs: TrafficNeeds, cores: int) -> list[Bound]:
     """Everything that may hold the run up, the worst first."""
-    found = [
+    all_bounds = [
         Bound(
             "merging",
             needs.merge_cores / cores,
@@ -139,13 +147,13 @@ def bounds(scenario: Scenario, needs: TrafficNeeds, cores: int) -> list[Bound]:
         )
     ]
     for site in scenario.sites:
-        found += _line(site, needs)
+        all_bounds += _line(site, needs)
     for name, need in (("into", needs.server_in), ("out of", needs.server_out)):
-        rate = scenario.hub.link.rate
+        rate = scenario.server.link.rate
         if math.isfinite(rate):
             words = f"the line {name} the server has {gbit(rate)} and needs {gbit(need)}"
-            found.append(Bound(f"line {name} the server", need / rate, words))
-    return sorted(found, key=lambda bound: -bound.load)
+            all_bounds.append(Bound(f"line {name} the server", need / rate, words))
+    return sorted(all_bounds, key=lambda bound: -bound.load)
 
 
 def _line(site: RegionSite, needs: TrafficNeeds) -> list[Bound]:
@@ -175,7 +183,7 @@ def gbit(rate: float) -> str:
     return f"{rate / 1e3:.3g} kbit/s"
 
 
-def as_data(thing: Any) -> dict[str, Any]:
+def as_data(thing: Any) -> dict[str, object]:
     return {
         key: value if not isinstance(value, float) or math.isfinite(value) else None
         for key, value in asdict(thing).items()

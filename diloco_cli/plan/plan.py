@@ -8,13 +8,24 @@ advice       the mildest changes with which the lines suffice, each with its pri
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from diloco_cli.assemble import fragment_sizes
+from diloco_cli.models import Described, models
 from diloco_cli.net.options import DEFAULTS
 from diloco_cli.net.transfer.throughput import PATIENCE, Throughput
 from diloco_cli.plan.advice import Advice, advised, followed, pasted
+from diloco_cli.plan.devices import (
+    LIKELY_MFU,
+    DeviceNeeds,
+    DeviceVerdict,
+    NamedDevice,
+    alike,
+    device_needs,
+    likely_steps,
+    verdicts,
+)
 from diloco_cli.plan.needs import Bound, MemoryNeeds, TrafficNeeds, bounds, memory, traffic
 from diloco_cli.sim.outcome import SimulationOutcome
 from diloco_cli.sim.scenario import Scenario
@@ -40,6 +51,10 @@ class Plan:
     scenario: Scenario
     target: float
     memory: MemoryNeeds
+    devices: list[DeviceNeeds]
+    """Of every region, each of its devices."""
+    verdicts: list[DeviceVerdict]
+    """Whether they fit; none where no device was named."""
     needs: TrafficNeeds
     expected: SimulationOutcome
     bounds: list[Bound]
@@ -72,6 +87,20 @@ class Plan:
         return self.spec.budget.tokens / rate if rate else math.inf
 
     @property
+    def problems(self) -> list[str]:
+        """What is wrong, whether or not something can be changed about it; one clause each."""
+        large = [verdict for verdict in self.verdicts if not verdict.fits]
+        found = [
+            f"too large for {large[0].device.name}: {names} need{'s' * (',' not in names)} "
+            f"{needs.total / 1e9:.3g} GB on each device, of {large[0].device.memory / 1e9:.3g} GB"
+            for names, needs in alike(verdict.needs for verdict in large)
+        ]
+        held_up = self.bounds[0].load > 1 or self.unbroken < 0.9
+        if held_up and not self.advice:
+            found.append(self.binding)
+        return [*found, *_impossible(self)]
+
+    @property
     def binding(self) -> str:
         """What holds the run up, in words."""
         worst = self.bounds[0]
@@ -85,6 +114,24 @@ class Plan:
         )
 
 
+def _impossible(plan: Plan) -> Iterator[str]:
+    """Speeds that the devices cannot have."""
+    speeds = {site.name: site.step for site in plan.scenario.sites}
+    model = models.build(plan.spec.model)
+    if not isinstance(model, Described):
+        return
+    for verdict in plan.verdicts:
+        name, peak = verdict.needs.region, verdict.device.peak
+        inner = plan.spec.inner_of(name)
+        asked = model.step_flops(inner.batch, inner.sequence) / speeds[name]
+        if peak is not None and asked > peak * verdict.needs.devices:
+            yield (
+                f"{name} cannot be that fast: {asked:.3g} flop/s are asked of "
+                f"{verdict.needs.devices} × {verdict.device.name}, which do "
+                f"{peak * verdict.needs.devices:.3g} at best"
+            )
+
+
 def tokens_per_day(outcome: SimulationOutcome) -> float:
     """Once under way: the first third, in which fragments are called for the first time, is not
     counted."""
@@ -95,8 +142,20 @@ def tokens_per_day(outcome: SimulationOutcome) -> float:
     return (last - first) / (ended - began) * 86400
 
 
-def plan(spec: RunSpec, world: World, *, target: float = 0.95) -> Plan:
+def plan(
+    spec: RunSpec, world: World, *, target: float = 0.95, device: NamedDevice | None = None
+) -> Plan:
     """Answers everything about a run before it begins."""
+    notes: list[str] = []
+    if device and world.step is None and world.flops is None:
+        steps = likely_steps(spec, device)
+        world = replace(world, steps={**steps, **world.steps})
+        if steps:
+            slowest = max(steps, key=lambda name: steps[name])
+            notes.append(
+                f"a step takes {steps[slowest]:.3g} s in {slowest}: {LIKELY_MFU:.0%} of what its "
+                f"devices can do at best (or give --step or --flops)"
+            )
     # Some exchanges are too short to meet rare failures, so those are computed.
     calm = replace(world, mtbf=math.inf, server_mtbf=math.inf)
     scenario, assumptions = _simulated(spec, calm)
@@ -107,6 +166,8 @@ def plan(spec: RunSpec, world: World, *, target: float = 0.95) -> Plan:
         scenario,
         target,
         memory(spec, scenario),
+        device_needs(spec, device),
+        verdicts(spec, device) if device else [],
         needs,
         simulate(scenario),
         bounds(scenario, needs, world.cores),
@@ -114,7 +175,11 @@ def plan(spec: RunSpec, world: World, *, target: float = 0.95) -> Plan:
         simulate(_simulated(followed(spec, advice), calm)[0]) if advice else None,
         unbroken(world),
         time_outs(spec, scenario, needs),
-        [*assumptions, f"{CYCLES} exchanges of the model were simulated, seed {world.seed}"],
+        [
+            *notes,
+            *assumptions,
+            f"{CYCLES} exchanges of the model were simulated, seed {world.seed}",
+        ],
     )
 
 
@@ -140,7 +205,7 @@ def _simulated(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
 def time_outs(spec: RunSpec, scenario: Scenario, needs: TrafficNeeds) -> list[TimeOut]:
     """What the run will wait for, and how long, from the code that waits."""
     waits, lease = DEFAULTS.timeouts, spec.server.lease
-    found = [
+    limits = [
         TimeOut("connect", waits.connect, "for a connection; fixed"),
         TimeOut("answer", waits.answer, "for an answer, without the time a body takes; fixed"),
         TimeOut("lease", lease, "of silence until a region counts as gone (server.lease)"),
@@ -149,7 +214,7 @@ def time_outs(spec: RunSpec, scenario: Scenario, needs: TrafficNeeds) -> list[Ti
     slow = min(scenario.sites, key=lambda site: site.link.rate)
     for way, size in (("up", needs.fragment_up), ("down", needs.fragment_down)):
         gauge = Throughput(way, DEFAULTS)
-        found.append(
+        limits.append(
             TimeOut(
                 f"fragment {way}, at first",
                 gauge.seconds(int(size)),
@@ -159,7 +224,7 @@ def time_outs(spec: RunSpec, scenario: Scenario, needs: TrafficNeeds) -> list[Ti
         )
         if math.isfinite(slow.link.rate):
             gauge.rate = slow.link.rate / 8
-            found.append(
+            limits.append(
                 TimeOut(
                     f"fragment {way}, then",
                     gauge.seconds(int(size)),
@@ -167,34 +232,43 @@ def time_outs(spec: RunSpec, scenario: Scenario, needs: TrafficNeeds) -> list[Ti
                     "an answer",
                 )
             )
-    return found
+    return limits
 
 
-def as_data(found: Plan) -> dict[str, Any]:
+def as_data(plan: Plan) -> dict[str, object]:
     """The whole answer as plain data."""
     from diloco_cli.plan import needs
 
-    expected = found.expected
+    expected = plan.expected
     return {
-        "run": found.spec.name,
-        "parameters": found.scenario.parameters,
-        "fragments": list(found.scenario.sizes),
-        "step_seconds": {site.name: site.step for site in found.scenario.sites},
-        "target": found.target,
-        "memory": needs.as_data(found.memory),
-        "traffic": needs.as_data(found.needs),
+        "run": plan.spec.name,
+        "parameters": plan.scenario.parameters,
+        "fragments": list(plan.scenario.sizes),
+        "step_seconds": {site.name: site.step for site in plan.scenario.sites},
+        "target": plan.target,
+        "memory": needs.as_data(plan.memory),
+        "devices": [
+            {**needs.as_data(one), "total": one.total, **_fits(plan, one)} for one in plan.devices
+        ],
+        "problems": plan.problems,
+        "traffic": needs.as_data(plan.needs),
         "expected": {
             **expected.as_data(),
-            "goodput": found.goodput,
-            "bytes_per_day": {"up": found.day[0], "down": found.day[1]},
-            "tokens_per_day": found.tokens_per_day,
-            "days_to_budget": found.days,
+            "goodput": plan.goodput,
+            "bytes_per_day": {"up": plan.day[0], "down": plan.day[1]},
+            "tokens_per_day": plan.tokens_per_day,
+            "days_to_budget": plan.days,
         },
-        "binding": found.binding,
-        "bounds": [needs.as_data(bound) for bound in found.bounds],
-        "advice": [needs.as_data(advice) for advice in found.advice],
-        "spec_lines": pasted(found.spec, found.advice),
-        "with_advice": found.better.as_data() if found.better else None,
-        "time_outs": [needs.as_data(time_out) for time_out in found.time_outs],
-        "assumptions": found.assumptions,
+        "binding": plan.binding,
+        "bounds": [needs.as_data(bound) for bound in plan.bounds],
+        "advice": [needs.as_data(advice) for advice in plan.advice],
+        "spec_lines": pasted(plan.spec, plan.advice),
+        "with_advice": plan.better.as_data() if plan.better else None,
+        "time_outs": [needs.as_data(time_out) for time_out in plan.time_outs],
+        "assumptions": plan.assumptions,
     }
+
+
+def _fits(plan: Plan, one: DeviceNeeds) -> dict[str, object]:
+    found = next((each for each in plan.verdicts if each.needs.region == one.region), None)
+    return {"fits": found.fits, "remedy": found.remedy} if found else {"fits": None}

@@ -74,17 +74,17 @@ def _is_another_program(url: str) -> bool:
     host, port = urlsplit(url).hostname, urlsplit(url).port
     if not url.startswith("http://") or host is None:
         return False
-    asked = http.client.HTTPConnection(host, port, timeout=SOON.connect)
+    connection = http.client.HTTPConnection(host, port, timeout=SOON.connect)
     try:
-        asked.request("GET", messages.RUN)
-        said = json.loads(asked.getresponse().read(LONGEST_ABOUT))
+        connection.request("GET", messages.RUN)
+        document = json.loads(connection.getresponse().read(LONGEST_ABOUT))
     except (OSError, http.client.HTTPException):
         return False
     except ValueError:
         return True
     finally:
-        asked.close()
-    return not isinstance(said, dict) or not {"run", "error"} & set(said)
+        connection.close()
+    return not isinstance(document, dict) or not {"run", "error"} & set(document)
 
 
 def _speaks_tls(url: str) -> bool:

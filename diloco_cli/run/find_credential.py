@@ -29,12 +29,12 @@ CertsOption = Annotated[
 ]
 
 
-def for_region(spec: RunSpec, name: str, asked: Path | None) -> Credentials:
+def for_region(spec: RunSpec, name: str, certs: Path | None) -> Credentials:
     """What a worker shows."""
     from diloco_cli.net.credentials import load_credentials, token_from_environment
 
     region = spec.region(name)
-    home = asked or (Path(spec.server.certs) / "regions" / name if spec.server.certs else None)
+    home = certs or (Path(spec.server.certs) / "regions" / name if spec.server.certs else None)
     token, file = _from_environment()
     if not token and not file:
         token = token_from_environment(region.token_env) if region.token_env else ""
@@ -48,21 +48,29 @@ def forget_tokens(spec: RunSpec, name: str) -> None:
         os.environ.pop(variable or "", None)
 
 
-def for_asking(found: Target, asked: Path | None) -> Credentials:
+def for_calls(run: Target, certs: Path | None) -> Credentials:
     """What somebody who asks for status, stops or pulls shows."""
     from diloco_cli.net.credentials import load_credentials
 
     token, file = _from_environment()
-    home = asked or (_beside(found.folder) if found.folder else None)
+    home = certs or (_beside(run.folder) if run.folder else None)
     return load_credentials(home, token=token, token_file=file)
 
 
-def for_url(asked: Path | None) -> Credentials:
+def for_url(certs: Path | None) -> Credentials:
     """What somebody shows who knows a server's URL and nothing else."""
     from diloco_cli.net.credentials import load_credentials
 
     token, file = _from_environment()
-    return load_credentials(asked, token=token, token_file=file)
+    return load_credentials(certs, token=token, token_file=file)
+
+
+def for_start(spec: RunSpec) -> Credentials:
+    """What a new run's server shows to the one whose weights it begins with."""
+    from diloco_cli.net.credentials import load_credentials
+
+    token, file = _from_environment()
+    return load_credentials(_operator(spec.server.certs), token=token, token_file=file)
 
 
 def for_run(spec: RunSpec) -> Credentials:

@@ -35,23 +35,23 @@ class Target:
         return str(self.folder or self.url)
 
 
-def find(asked: str | None) -> Target:
+def find(target: str | None) -> Target:
     """Finds the run that was meant: a URL, a folder, a spec, or the newest run here."""
-    if asked is None:
-        asked = os.environ.get("DILOCO_SERVER") or str(_newest())
-    if asked.startswith(("http://", "https://")):
-        return Target(asked.rstrip("/"), None)
-    path = Path(asked)
+    if target is None:
+        target = os.environ.get("DILOCO_SERVER") or str(_newest())
+    if target.startswith(("http://", "https://")):
+        return Target(target.rstrip("/"), None)
+    path = Path(target)
     if path.is_dir():
         return _in_folder(path)
     if path.is_file():
         from diloco_cli.spec.load import load_spec
 
         return _in_folder(RUNS / load_spec(path).spec.name)
-    if _holds_a_run(RUNS / asked):
-        return _in_folder(RUNS / asked)
+    if _holds_a_run(RUNS / target):
+        return _in_folder(RUNS / target)
     raise SpecError(
-        f"{asked} is neither a run folder, nor a run spec, nor a URL.",
+        f"{target} is neither a run folder, nor a run spec, nor a URL.",
         hint=_known_runs(),
     )
 
@@ -70,10 +70,10 @@ def address_of(folder: Path) -> ServerAddress:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def last_summary(folder: Path) -> Summary | None:
@@ -86,6 +86,20 @@ def last_summary(folder: Path) -> Summary | None:
         with contextlib.suppress(WireError):
             return Summary.read(summary.read_bytes())
     return None
+
+
+def heldout_rows(folder: Path) -> list[tuple[str, str]]:
+    """Says what the held-out text of the regions on this host is made of."""
+    from diloco_cli.data.heldout import LIST, HeldoutText
+
+    lists = sorted(folder.glob(f"regions/*/{LIST}"))
+    regions: dict[str, list[str]] = {}
+    for path in lists:
+        if found := HeldoutText.read(path):
+            regions.setdefault(str(found), []).append(path.parent.name)
+    if len(regions) < 2:
+        return [("held-out text", text) for text in regions]
+    return [(f"held-out text of {', '.join(names)}", text) for text, names in regions.items()]
 
 
 @contextlib.contextmanager
@@ -121,10 +135,10 @@ def refuse_foreign(folder: Path) -> None:
         raise SpecError(f"{folder} is a file, not a folder.", hint="Choose another --dir.")
     if not folder.is_dir() or _holds_a_run(folder):
         return
-    found = sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.iterdir())
     # A start that was killed early leaves no more than these; a disk's own folder is nobody's.
     early = (RESOLVED, f".{RESOLVED}")
-    others = [name for name in found if name not in EARLY and not name.startswith(early)]
+    others = [name for name in names if name not in EARLY and not name.startswith(early)]
     if others == ["regions"] and _is_bare(folder / "regions"):
         return
     if others:

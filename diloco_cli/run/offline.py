@@ -6,54 +6,107 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from diloco_cli.assemble import load_run, recipe_of, resolve
+from diloco_cli.assemble import build_terms, load_run, resolve, settings_of
 from diloco_cli.core.fragments import scatter
 from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.observe.status import LastKnown
 from diloco_cli.run.folder import RESOLVED, is_a_regions, server_elsewhere
 from diloco_cli.server.recovery.fold import fold
+from diloco_cli.server.recovery.start import restored
 from diloco_cli.server.store import stores
 from diloco_cli.server.store.archive import Archive
 from diloco_cli.server.store.run_identity import in_use
+from diloco_cli.server.terms import TermsHistory
+from diloco_cli.server.versions.export import about_model
 from diloco_cli.spec.load import load_spec
+from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.locks import FileLock
 
 ANOTHER_OUT = "Choose another --out, on a disk with room that you may write to."
 
 
-def write_weights(folder: Path, out: Path, *, version: int | None = None) -> dict[str, str]:
-    """Writes the published weights as safetensors and returns the file's metadata."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
+@dataclass(frozen=True)
+class StoredWeights:
+    """The published weights of a run, from its folder."""
 
+    spec: RunSpec
+    """By the newest terms."""
+    params: Mapping[str, np.ndarray]
+    metadata: Mapping[str, str]
+    momentum: tuple[np.ndarray, ...] = ()
+    """Of the outer optimiser, by fragment; empty unless it was asked for."""
+
+
+def read_weights(
+    folder: Path, *, version: int | None = None, momentum: bool = False, ema: bool = False
+) -> StoredWeights:
+    """Reads the newest published weights, or those of one version; with `ema` their average.
+
+    A server that runs there may delete what is being read: then this fails, and may be tried
+    again.
+    """
     spec = load_run(folder / RESOLVED).spec
     parts = resolve(spec)
     if not (folder / "server" / "journal").exists():
         if is_a_regions(folder):
             raise server_elsewhere(folder, "pull")
         raise SpecError(f"{folder} has no weights yet: its server never ran.")
-    if pid := FileLock(folder / "server" / "lock").holder():
-        raise in_use(folder / "server", pid)
-    settings = recipe_of(spec, parts)
+    settings = settings_of(spec, parts)
     blobs, journal = stores.build(spec.server.store).read(
         folder / "server", layout=parts.layout.digest, spec=settings.spec_digest
     )
     archive = Archive(blobs, journal.run)
-    ledger, _ = fold(settings, journal.records, base=journal.base)
+    history = TermsHistory(settings, build_terms)
+    ledger, _ = fold(history, journal.records, base=journal.base)
     newest = [slot.version for slot in ledger.slots]
     versions = newest if version is None else [version] * len(newest)
     params = {tensor.name: np.empty(tensor.shape, np.float32) for tensor in parts.model.tensors()}
+    moving: list[np.ndarray] = []
     for fragment, number, last in zip(parts.layout.fragments, versions, newest, strict=True):
-        scatter(_published(archive, fragment.number, number, last), fragment, params)
+        if momentum or ema:
+            slot = ledger.slots[fragment.number]
+            state = restored(history, archive, fragment.number, slot, ledger.begun)
+            moving += [state.momentum] if momentum else []
+            chosen = state.average if ema else state.published
+            if chosen is None:
+                raise no_average(str(folder))
+            scatter(chosen, fragment, params)
+        else:
+            scatter(_published(archive, fragment.number, number, last), fragment, params)
     metadata = {
         "run": archive.run,
         "versions": json.dumps(versions),
         "layout": parts.layout.digest,
+        **about_model(settings),
     }
+    return StoredWeights(history.newest.spec, params, metadata, tuple(moving))
+
+
+def no_average(run: str) -> SpecError:
+    """What to say where an average is asked for and none is kept."""
+    return SpecError(
+        f"{run} keeps no average of its published weights, or has not begun one.",
+        hint="Set `outer.ema: 0.05`; `diloco amend` does so while a run goes on.",
+    )
+
+
+def write_weights(
+    folder: Path, out: Path, *, version: int | None = None, ema: bool = False
+) -> dict[str, str]:
+    """Writes the published weights as safetensors and returns the file's metadata."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    if pid := FileLock(folder / "server" / "lock").holder():
+        raise in_use(folder / "server", pid)
+    stored = read_weights(folder, version=version, ema=ema)
+    params, metadata = dict(stored.params), dict(stored.metadata)
     draft = out.with_name(out.name + ".draft")
     try:
         save_file(params, draft, metadata=metadata)

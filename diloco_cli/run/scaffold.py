@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 
 from diloco_cli.errors import SpecError
+from diloco_cli.spec.schema import is_a_name
 from diloco_cli.spec.yaml_source import scalar
 from diloco_cli.validation import nearest
 
@@ -29,14 +30,17 @@ HEADER = """\
 # A run spec, started from the template TEMPLATE. Edit freely; `diloco validate run.yaml` checks it,
 # `diloco explain` lists what else can be chosen, and every key is in docs/reference/spec.md.
 """
+START = """\
+# start: {weights: runs/OLD}     # begin with another run's weights, a file's or a server's (URL)
+"""
 SERVER = """\
 # A port that stays the same, so that region hosts can be given one URL. It listens on its own
 # host only; with `diloco certs init --host NAME`, start-server.sh opens it to others, over TLS.
 server: {listen: 127.0.0.1:PORT, store: {kind: folder}}
 """
 
-_NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?")
 _REGIONS = re.compile(r"^regions:\n(?:[ #-].*\n)+", re.MULTILINE)
+_SEED = re.compile(r"^seed:.*\n", re.MULTILINE)
 _SERVER = re.compile(r"^server:.*\n", re.MULTILINE)
 
 
@@ -115,17 +119,18 @@ def _spec_text(folder: Path, template: str, regions: Sequence[str]) -> str:
         )
     text = HEADER.replace("TEMPLATE", template) + pipeline(template).partition("\n")[2]
     name = folder.resolve().name
-    if _NAME.fullmatch(name):
+    if is_a_name(name):
         text = re.sub(r"^name: .*$", f"name: {_quoted(name)}", text, count=1, flags=re.MULTILINE)
     if regions:
         for region in regions:
-            if not _NAME.fullmatch(region):
+            if not is_a_name(region):
                 raise SpecError(
                     f"{region!r} cannot be the name of a region.",
                     hint="Names are small letters, digits, - and _, as in --regions paris,tokyo-2",
                 )
         lines = "".join(f"  - {{name: {_quoted(region)}}}\n" for region in regions)
         text = _REGIONS.sub(lambda _: f"regions:\n{lines}", text, count=1)
+    text = _SEED.sub(lambda found: found[0] + START, text, count=1)
     server = SERVER.replace("PORT", str(PORT))
     return _SERVER.sub(lambda _: server, text, count=1)
 

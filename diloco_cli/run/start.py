@@ -19,11 +19,14 @@ from rich.console import Console
 
 from diloco_cli.errors import SpecError
 from diloco_cli.launch.cores import deal_cores, my_cores
-from diloco_cli.launch.roles import serve_role, work_role
+from diloco_cli.launch.ports import free_addresses
+from diloco_cli.launch.roles import follower_role, serve_role, work_role
 from diloco_cli.launch.subprocesses import LocalLauncher
 from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run.ask import ShortCalls
+from diloco_cli.run.edited_spec import settle_spec
 from diloco_cli.run.find_credential import for_run
+from diloco_cli.run.first_weights import check_first_weights
 from diloco_cli.run.folder import (
     address_of,
     cannot_write,
@@ -35,7 +38,6 @@ from diloco_cli.run.folder import (
 )
 from diloco_cli.run.goal import StopCondition, parse_goal
 from diloco_cli.run.supervise_run import LocalRun, LocalRunPlan, error_like
-from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system import logs
 from diloco_cli.system.process_end import last_words
@@ -52,7 +54,8 @@ class RunOptions:
     spec_file: Path
     overrides: tuple[str, ...]
     folder: Path
-    regions: tuple[str, ...]
+    regions: tuple[str, ...] | None
+    """Those to start here; None for all that the run has."""
     until: str | None
     fresh: bool
 
@@ -60,7 +63,7 @@ class RunOptions:
         """Spells the same command again, without --fresh and --detach."""
         words = ["run", str(self.spec_file), "--dir", str(self.folder)]
         words += [word for override in self.overrides for word in ("--set", override)]
-        words += ["--regions", ",".join(self.regions)]
+        words += ["--regions", ",".join(self.regions)] if self.regions else []
         return words + (["--until", self.until] if self.until else [])
 
 
@@ -77,40 +80,62 @@ class LoggedProgress(ProgressDisplay):
 def run_here(spec: RunSpec, options: RunOptions, progress: ProgressDisplay) -> int:
     """Runs to the end on this terminal and returns the exit code."""
     goal = parse_goal(options.until)
-    _prepare(options, progress)
+    _prepare(spec, options, progress)
     folder = options.folder
     with held(folder):
-        resumed = (folder / "server" / "journal").exists()
-        resolved = write_resolved(spec, folder)
+        settled = settle_spec(spec, folder)
+        current, resumed = settled.current, (folder / "server" / "journal").exists()
         if is_finished(folder):
             progress.say(f"{folder} is finished; --fresh starts over.")
             return 0
+        if settled.remark:
+            progress.say(settled.remark)
         if resumed:
             progress.say(f"resuming the run in {folder}")
-        plan = plan_run(spec, resolved, options.regions, goal=goal)
+        regions = options.regions or [region.name for region in current.regions]
+        plan = plan_run(current, settled.file, regions, goal=goal)
         with progress:
-            launcher, calls = LocalLauncher(folder / "logs"), ShortCalls(for_run(spec))
+            launcher, calls = LocalLauncher(folder / "logs"), ShortCalls(for_run(current))
             return LocalRun(plan, launcher, calls, progress).run()
 
 
 def plan_run(
     spec: RunSpec,
-    resolved: Path,
+    spec_file: Path,
     regions: Sequence[str],
     *,
     goal: StopCondition | None = None,
     url_for: Callable[[str, str], str] = lambda region, url: url,
 ) -> LocalRunPlan:
     """Says which processes to start; `url_for` may give a region another URL of the server."""
-    folder, cores = resolved.parent, deal_cores(regions, my_cores())
+    folder, cores = spec_file.parent, deal_cores(regions, my_cores())
+    many = [region for region in regions if spec.region(region).host_count > 1]
+    coordinators = dict(zip(many, free_addresses(len(many)), strict=True))
     return LocalRunPlan(
         folder=folder,
         regions=tuple(regions),
         elsewhere=len(spec.regions) - len(regions),
         quorum=spec.sync.quorum,
-        serve=serve_role(resolved, folder),
+        serve=serve_role(spec_file, folder),
         work=lambda region, url: work_role(
-            resolved, folder, region, url=url_for(region, url), cores=cores[region]
+            spec_file,
+            folder,
+            region,
+            url=url_for(region, url),
+            cores=cores[region],
+            coordinator=coordinators.get(region, ""),
+        ),
+        followers=tuple(
+            follower_role(
+                spec_file,
+                folder,
+                region,
+                host=host,
+                coordinator=coordinators[region],
+                cores=cores[region],
+            )
+            for region in many
+            for host in range(1, spec.region(region).host_count)
         ),
         goal=goal,
     )
@@ -131,13 +156,14 @@ def run_in_background(
 ) -> BackgroundRun:
     """Starts the same command in the background, and waits until its server listens."""
     parse_goal(options.until)
-    _prepare(options, progress)
+    _prepare(spec, options, progress)
     folder = options.folder
     if pid := runner_of(folder):
         raise SpecError(
             f"{folder} is being run by process {pid}.", hint=f"Watch it: `diloco status {folder}`."
         )
-    write_resolved(spec, folder)
+    if remark := settle_spec(spec, folder).remark:
+        progress.say(remark)
     log_file = folder / "logs" / "run.log"
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +203,8 @@ def _exit_code_at_start(child: subprocess.Popen[bytes], folder: Path) -> int | N
     return None
 
 
-def _prepare(options: RunOptions, progress: ProgressDisplay) -> None:
+def _prepare(spec: RunSpec, options: RunOptions, progress: ProgressDisplay) -> None:
     refuse_foreign(options.folder)
+    check_first_weights(spec, options.folder, fresh=options.fresh)
     if options.fresh and (aside := set_aside(options.folder)):
         progress.say(f"the old run is now in {aside}")

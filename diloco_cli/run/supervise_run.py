@@ -78,6 +78,9 @@ class LocalRunPlan:
 
     goal: StopCondition | None = None
 
+    followers: tuple[Role, ...] = ()
+    """The workers of further hosts of these regions."""
+
 
 class RunWatcher(Protocol):
     """Looks at a run whenever its supervisor does, and may end it."""
@@ -123,6 +126,7 @@ class LocalRun:
             launcher, plan.serve, patience=patience, incurable=frozenset(range(1, 128))
         )
         self._workers: dict[str, Supervisor] = {}
+        self._followers: list[Supervisor] = []
         self._url = ""
         self.log = EventLog(plan.folder / "events.jsonl", "run")
         self.began = time.monotonic()
@@ -162,11 +166,11 @@ class LocalRun:
         locks = {"server": folder / "server" / "lock"}
         locks |= {name: folder / "regions" / name / "lock" for name in self.plan.regions}
         deadline = time.monotonic() + PREDECESSOR_SECONDS
-        told = False
+        announced = False
         while busy := [name for name, lock in locks.items() if not FileLock(lock).is_free()]:
-            if not told:
+            if not announced:
                 self.progress.say(f"waiting for an earlier run to let go of: {', '.join(busy)}")
-                told = True
+                announced = True
             if time.monotonic() > deadline:
                 raise RunFailed(
                     f"{folder} is in use: another process holds {', '.join(busy)}.",
@@ -193,6 +197,10 @@ class LocalRun:
             )
             keeper.start(now=time.monotonic())
             self._workers[region] = keeper
+        for role in self.plan.followers:
+            keeper = Supervisor(self._launcher, role, patience=self._patience)
+            keeper.start(now=time.monotonic())
+            self._followers.append(keeper)
 
     def _find_server(self) -> bool:
         """Says whether the server we started listens, and remembers where."""
@@ -240,7 +248,8 @@ class LocalRun:
             if self._state() not in ENDED:
                 self.progress.say("the server was stopped; stopping the workers")
             return True
-        possible = self.plan.elsewhere + len(self._workers) - len(left)
+        joined = sum(r.alive and not r.listed for r in fresh.regions) if fresh else 0
+        possible = self.plan.elsewhere + joined + len(self._workers) - len(left)
         # Only a server that answers now can know that nothing is over yet: the workers of
         # a finished run leave before we have heard of its end.
         if possible >= self.plan.quorum or not fresh or fresh.ended:
@@ -286,7 +295,7 @@ class LocalRun:
         return newest.state if newest else ""
 
     def _tend(self) -> Iterator[Change]:
-        for keeper in (self._server, *self._workers.values()):
+        for keeper in (self._server, *self._workers.values(), *self._followers):
             if change := keeper.tend(now=time.monotonic()):
                 yield change
 
@@ -318,7 +327,7 @@ class LocalRun:
 
     def _tell(self, change: Change) -> None:
         server = change.name == "server"
-        region = {} if server else {"region": change.name}
+        region = {} if server else {"region": change.name.partition(".host-")[0]}
         facts = {"code": change.code, "why": change.why, "restarts": change.restarts}
         if change.what == "died":
             self.progress.say(
@@ -340,7 +349,7 @@ class LocalRun:
         if self.watcher:
             self.watcher.stopping()
         self.progress.say(why)
-        for keeper in (self._server, *self._workers.values()):
+        for keeper in (self._server, *self._workers.values(), *self._followers):
             keeper.retire()
         if not self._ask_to_stop():
             for keeper in self._workers.values():
@@ -369,7 +378,7 @@ class LocalRun:
         if self.watcher:
             self.watcher.stopping()
         grace = 0.0 if signals.impatient else self._grace
-        for keepers in (list(self._workers.values()), [self._server]):
+        for keepers in (list(self._workers.values()), self._followers, [self._server]):
             handles = [keeper.handle for keeper in keepers if keeper.handle]
             self._launcher.stop(handles, grace=grace, hurry=lambda: signals.impatient)
         # A trainer that outlived a killed worker is in no group of ours.
@@ -412,6 +421,7 @@ class LocalRun:
             wire=status.wire,
             goodput=status.goodput,
             goodputs=status.goodputs,
+            start=status.start,
             wall_seconds=round(time.monotonic() - self.began, 1),
         )
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TypedDict
 
+from diloco_cli.core.claims import Allowance
+from diloco_cli.core.journal_records import TermsAmended
+from diloco_cli.core.ledger import Ledger
 from diloco_cli.observe.metrics import (
     bits_per_parameter,
     blocked_share,
     goodput,
     goodputs,
+    overshoot,
     staleness,
 )
 from diloco_cli.observe.status import (
@@ -20,18 +25,27 @@ from diloco_cli.observe.status import (
     RegionStatus,
     RegionSummary,
     RunTokens,
+    StartStatus,
     Status,
     Summary,
+    TextStatus,
     WireUse,
 )
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.rounds.leases import Lease
+from diloco_cli.server.rounds.membership import in_words
+from diloco_cli.wire.messages import Amendment
+
+MOST_RETIRED_SHOWN = 64
+"""Retired regions that a status document shows, the last ones."""
+MOST_AMENDMENTS = 64
+"""That a status document shows, the newest; `GET /v1/amendments` lists all."""
 
 
 def build_status(coordinator: Coordinator, url: str) -> Status:
     """Says everything about the run that a person or a program may want to know now."""
     state = coordinator.state
-    ledger = state.ledger
+    ledger, allowance = state.ledger, state.allowance()
     tokens = _tokens(coordinator)
     return Status(
         run=state.store.run,
@@ -60,7 +74,27 @@ def build_status(coordinator: Coordinator, url: str) -> Status:
             )
             for fragment, slot in enumerate(ledger.slots)
         ),
-        regions=tuple(_region(coordinator, region.name) for region in state.spec.regions),
+        regions=tuple(_region(coordinator, name, allowance) for name in _shown(coordinator)),
+        terms=ledger.terms,
+        amendments=tuple(map(amendment_of, ledger.amendments[-MOST_AMENDMENTS:])),
+        texts=_texts(ledger),
+        **_start(coordinator),
+    )
+
+
+def amendment_of(record: TermsAmended) -> Amendment:
+    """An amendment as people and regions see it."""
+    return Amendment(
+        number=record.number,
+        id=record.id,
+        by=record.by,
+        why=record.why,
+        time=record.time,
+        set=dict(record.set),
+        add=tuple(dict(region) for region in record.add),
+        remove=record.remove,
+        repace=record.repace,
+        reopens=record.reopens,
     )
 
 
@@ -79,6 +113,7 @@ def build_summary(coordinator: Coordinator) -> Summary:
         regions_go_on=bool(state.stopping) and not state.everyone,
         tokens=tokens,
         balanced=totals.balanced(applied),
+        overshoot=_overshoot(coordinator),
         fragments=tuple(
             FragmentSummary(
                 fragment=fragment,
@@ -94,17 +129,44 @@ def build_summary(coordinator: Coordinator) -> Summary:
         goodputs=_goodputs(coordinator),
         wall_seconds=round(state.seconds, 1),
         regions={
-            region.name: RegionSummary(
-                share=totals.share(region.name),
-                applied=round(totals.applied(region.name), 1),
-                refused=ledger.refused.get(region.name, 0),
-                lost=round(totals.lost(region.name), 1),
+            name: RegionSummary(
+                share=totals.share(name),
+                applied=round(totals.applied(name), 1),
+                refused=ledger.refused.get(name, 0),
+                lost=round(totals.lost(name), 1),
             )
-            for region in state.spec.regions
+            for name in _shown(coordinator)
         },
         spec_digest=state.settings.spec_digest,
         layout_digest=state.settings.layout.digest,
+        **_start(coordinator),
     )
+
+
+def _overshoot(coordinator: Coordinator) -> str:
+    state = coordinator.state
+    budget = state.spec.budget.tokens
+    return overshoot(
+        state.ledger.applied(state.settings.sizes),
+        budget,
+        step=sum(state.settings.step_tokens(region) for region in state.ledger.members),
+        away=state.rooms.brought,
+        lowered=any(settings.spec.budget.tokens > budget for settings in state.history),
+    )
+
+
+class _StartKey(TypedDict, total=False):
+    start: StartStatus
+
+
+def _start(coordinator: Coordinator) -> _StartKey:
+    """What the run began with; a run that made its own weights has no such key."""
+    begun = coordinator.state.ledger.begun
+    if begun is None:
+        return {}
+    return {
+        "start": StartStatus(source=begun.source, weights=begun.weights, momentum=begun.momentum)
+    }
 
 
 def _goodputs(coordinator: Coordinator) -> Goodputs:
@@ -114,11 +176,20 @@ def _goodputs(coordinator: Coordinator) -> Goodputs:
     if state.ledger.finished:
         elapsed = totals.elapsed  # No region trains after the last round.
     return goodputs(
-        [totals.effort(region.name) for region in state.spec.regions],
+        [totals.effort(name, elapsed) for name in state.ledger.regions],
         elapsed=elapsed,
-        rounds=totals.rounds,
         contributions=totals.contributions,
+        chances=totals.chances,
     )
+
+
+def _shown(coordinator: Coordinator) -> list[str]:
+    """The regions that the spec lists, other members, and the last that were retired."""
+    state = coordinator.state
+    listed = [region.name for region in state.spec.regions]
+    gone = state.ledger.retired
+    last = sorted(gone, key=lambda name: (-gone[name].record, name))[:MOST_RETIRED_SHOWN]
+    return list(dict.fromkeys([*listed, *sorted(state.ledger.members), *last]))
 
 
 def _tokens(coordinator: Coordinator) -> RunTokens:
@@ -126,23 +197,56 @@ def _tokens(coordinator: Coordinator) -> RunTokens:
     sizes = state.settings.sizes
     fragments = state.totals.fates(finished=bool(state.ledger.finished))
     means = {
-        fate: sum(size * getattr(one, fate) for size, one in zip(sizes, fragments, strict=True))
+        fate: sum(
+            size * getattr(tokens, fate) for size, tokens in zip(sizes, fragments, strict=True)
+        )
         / sum(sizes)
         for fate in FragmentTokens.model_fields
     }
-    return RunTokens(budget=state.spec.budget.tokens, **means)
+    budget, given_up = state.spec.budget.tokens, state.totals.given_up()
+    tables = state.ledger.orders.values()
+    return RunTokens(
+        budget=budget,
+        **means,
+        given_up=given_up,
+        repeated=float(sum(table.repeated * table.order.sequence for table in tables)),
+        unread=float(sum(table.unread * table.order.sequence for table in tables)),
+    )
+
+
+def _texts(ledger: Ledger) -> tuple[TextStatus, ...]:
+    readers: dict[str, list[str]] = {}
+    for name in sorted(ledger.members):
+        readers.setdefault(ledger.regions[name].order, []).append(name)
+    return tuple(
+        TextStatus(
+            order=order,
+            tokens=table.order.tokens,
+            lanes=table.count,
+            regions=tuple(readers[order]),
+            settings=table.order.settings,
+        )
+        for order, table in ledger.orders.items()
+        if order in readers
+    )
 
 
 def _losses(coordinator: Coordinator) -> LossStatus:
     state = coordinator.state
-    heldout = [float(evaluation.loss) for evaluation in state.ledger.evaluations]
+    measured = [(float(each.loss), sum(each.versions)) for each in state.ledger.evaluations]
+    last, last_at = measured[-1] if measured else (None, None)
+    first, first_at = measured[0] if measured else (None, None)
+    best, best_at = min(measured, default=(None, None))
     heartbeats = [lease.heartbeat for lease in state.leases.all.values() if lease.heartbeat]
     train = [heartbeat.loss for heartbeat in heartbeats if heartbeat.loss is not None]
     return LossStatus(
-        heldout=heldout[-1] if heldout else None,
+        heldout=last,
         train=sum(train) / len(train) if train else None,
-        first=heldout[0] if heldout else None,
-        best=min(heldout, default=None),
+        first=first,
+        best=best,
+        heldout_at=last_at,
+        first_at=first_at,
+        best_at=best_at,
     )
 
 
@@ -170,12 +274,13 @@ def _why(coordinator: Coordinator) -> str:
     return ""
 
 
-def _region(coordinator: Coordinator, name: str) -> RegionStatus:
+def _region(coordinator: Coordinator, name: str, allowance: Allowance) -> RegionStatus:
     state = coordinator.state
     ledger, totals = state.ledger, state.totals
     lease = state.leases.all.get(name)
     heartbeat = lease.heartbeat if lease else None
     alive = state.leases.lease_left(name, now=state.clock()) > 0
+    pace = ledger.paces.get(name)
     merged_at = totals.merged_at.get(name)
     since = None if merged_at is None else round(max(0.0, state.wall() - merged_at), 1)
     behind = blocked = None
@@ -202,8 +307,35 @@ def _region(coordinator: Coordinator, name: str) -> RegionStatus:
         refused=ledger.refused.get(name, 0),
         mended=heartbeat.mended if heartbeat else 0,
         quarantined=name in ledger.quarantined(),
+        pace=state.settings.paces.get(name) or (pace and pace.steps_per_second) or None,
+        overclaim=allowance.overclaim(name),
+        unbalanced=totals.account(name).unbalanced() if name in ledger.regions else False,
+        until=state.rooms.outstanding(state, name) if name in ledger.regions else None,
         why=_region_why(coordinator, name, lease),
+        member=name in ledger.members,
+        listed=any(region.name == name for region in state.spec.regions),
+        retired=_retired(coordinator, name),
+        terms=heartbeat.terms if heartbeat else None,
+        lanes=_lanes(ledger, name),
+        devices=heartbeat.devices if heartbeat else None,
+        tflops=heartbeat.tflops if heartbeat and alive else None,
+        mfu=heartbeat.mfu if heartbeat and alive else None,
+        device_memory=heartbeat.device_memory if heartbeat and alive else None,
+        silent_seconds=round(max(0.0, state.clock() - lease.seen), 1) if lease else None,
     )
+
+
+def _lanes(ledger: Ledger, name: str) -> int | None:
+    table = ledger.orders.get(ledger.regions[name].order) if name in ledger.regions else None
+    return len(table.owned(name)) if table else None
+
+
+def _retired(coordinator: Coordinator, name: str) -> str:
+    """Says why a name is no member any more; one that was added again is expected."""
+    state = coordinator.state
+    gone = state.ledger.retired.get(name)
+    added = any(region.name == name for region in state.spec.regions) and gone and gone.by
+    return "" if gone is None or added else in_words(gone)
 
 
 def _contributing(coordinator: Coordinator, name: str) -> bool:
@@ -224,6 +356,8 @@ def _done(coordinator: Coordinator, name: str) -> bool:
 
 def _region_why(coordinator: Coordinator, name: str, lease: Lease | None) -> str:
     state = coordinator.state
+    if why := _retired(coordinator, name):
+        return why
     if lease is None:
         return f"not joined yet (`diloco work … --region {name}`)"
     now, heartbeat = state.clock(), lease.heartbeat
@@ -231,7 +365,7 @@ def _region_why(coordinator: Coordinator, name: str, lease: Lease | None) -> str
         return ""
     if heartbeat and heartbeat.stopping:
         return heartbeat.why
-    if now >= lease.seen + state.spec.server.lease:
+    if now >= lease.until:
         return f"silent for {now - lease.seen:.0f} s"
     if heartbeat is None:
         return "joined, no report yet"

@@ -30,6 +30,7 @@ from diloco_cli.errors import DilocoError, RunFailed
 from diloco_cli.merge.outer_step import MergePlan, next_weights
 from diloco_cli.observe.events import EventLog
 from diloco_cli.server.build_status import build_summary
+from diloco_cli.server.history import HistoryRecorder
 from diloco_cli.server.http.asgi import Guarded, make_app
 from diloco_cli.server.http.idle import IDLE_SECONDS
 from diloco_cli.server.http.listener import bind, url_of
@@ -37,6 +38,7 @@ from diloco_cli.server.http.tls_reload import Certificates, TlsListener, refuse_
 from diloco_cli.server.recovery.start import Initial, open_coordinator
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.settings import ServerSettings
+from diloco_cli.server.terms import Build, build_plain
 from diloco_cli.system.files import disk_errors, keep_bytes
 from diloco_cli.system.malloc import release_compiler, return_memory
 from diloco_cli.wire.codecs import codecs
@@ -47,86 +49,110 @@ log = logging.getLogger(__name__)
 ECHO_SECONDS = 0.1
 """`timeout` signals its child and then the child's group: that is one request, not two."""
 
-FAREWELL_SECONDS = 5.0
+SHUTDOWN_SECONDS = 5.0
 """Requests under way get this long to finish."""
 
 
 def serve(
-    recipe: ServerSettings, folder: Path, initial: Initial, *, with_parent: bool = False
+    settings: ServerSettings,
+    folder: Path,
+    initial: Initial,
+    *,
+    with_parent: bool = False,
+    build: Build = build_plain,
 ) -> int:
     """Serves a run from its folder until it is finished or stopped; returns the exit code.
 
-    `initial` makes the weights of version 0 and is called only if the folder has none.
+    `initial` makes the weights of version 0 and is called only if the folder has none;
+    `settings` are those that the run began with, `build` makes the settings of later terms.
     With a parent, the end of standard input means the same as SIGTERM.
     """
     return_memory()
-    threading.Thread(target=_get_ready, args=(recipe,), name="get-ready", daemon=True).start()
+    threading.Thread(target=_get_ready, args=(settings,), name="get-ready", daemon=True).start()
     events = EventLog(folder / "events.jsonl", "server")
     try:
-        return asyncio.run(_serve(recipe, folder, initial, events, with_parent))
+        return asyncio.run(_serve(settings, folder, initial, build, events, with_parent))
     finally:
         events.close()
 
 
-def _get_ready(recipe: ServerSettings) -> None:
+def _get_ready(settings: ServerSettings) -> None:
     """Loads what contributions and merges need, while nobody waits for it yet."""
     size = 64
     header = Header.contribution(
         run="none",
-        layout=recipe.layout.digest,
+        layout=settings.layout.digest,
         fragment=0,
         size=size,
-        codec=recipe.spec.wire.up,
+        codec=settings.spec.wire.up,
         base=0,
-        region=recipe.spec.regions[0].name,
+        region=settings.spec.regions[0].name,
     )
     # A codec or a rule that does not work is reported when a contribution needs it.
     with suppress(Exception):
         zeros = np.zeros(size, np.float32)
         frame = open_frame(pack(header, zeros))
-        plan = MergePlan(recipe.merge, recipe.outer, codecs.build(recipe.spec.wire.down))
+        plan = MergePlan(settings.merge, settings.outer, codecs.build(settings.spec.wire.down))
         fragment = Fragment(0, (Piece("none", 0, size, (size,), offset=0),))
-        state = (zeros, recipe.outer.start(size), zeros)
+        state = (zeros, settings.outer.start(size), zeros)
         next_weights(plan, fragment, [(1.0, frame)] * 2, state)
     release_compiler()
 
 
 async def _serve(
-    recipe: ServerSettings, folder: Path, initial: Initial, events: EventLog, with_parent: bool
+    settings: ServerSettings,
+    folder: Path,
+    initial: Initial,
+    build: Build,
+    events: EventLog,
+    with_parent: bool,
 ) -> int:
     began = time.monotonic()
-    where = recipe.spec.server
+    where = settings.spec.server
     certificates = Certificates(Path(where.certs)) if where.certs else None
-    keyring = None
+    tokens = None
     if certificates:
         certificates.check()
-        keyring = certificates.keyring(recipe.spec.name)
+        tokens = certificates.tokens(settings.spec.name)
     taken = bind(where.listen, prefer=_last_port(folder))
     url = url_of(taken, scheme="https" if certificates else "http")
     try:
         refuse_open(taken, certificates)
+        recorder = HistoryRecorder(folder, len(settings.sizes), events.note)
         coordinator = open_coordinator(
-            recipe, folder / "server", initial, note=events.note, notice=log.warning
+            settings, folder / "server", initial, note=recorder.note, build=build
         )
     except BaseException:
         taken.close()
         raise
-    app = make_app(coordinator, events=events.path, url=lambda: url, keyring=keyring)
+    app = make_app(
+        coordinator,
+        events=events.path,
+        url=lambda: url,
+        tokens=tokens,
+        history=recorder.history,
+    )
     idle = max(IDLE_SECONDS, 2 * where.lease)
     listener = TlsListener(app, taken, certificates, idle=idle)
     conducting: asyncio.Task[None] | None = None
+    recording: asyncio.Task[None] | None = None
     try:
         _watch_signals(coordinator)
         if with_parent:
             _watch_parent(coordinator)
         await listener.start()
         conducting = asyncio.create_task(coordinator.run())
+        recording = asyncio.create_task(recorder.run(coordinator))
         gc.freeze()  # What is loaded by now stays; there is no need to look through it ever again.
         _announce(folder, url)
         _greet(coordinator, url, time.monotonic() - began)
         await _until_done(coordinator, listener)
-        return await _farewell(coordinator, app, folder)
+        recorder.sample(coordinator)
+        recorder.keep()
+        return await _shut_down(coordinator, app, folder)
     finally:
+        if recording:
+            recording.cancel()
         coordinator.state.close()
         await listener.end()
         if conducting:
@@ -145,14 +171,14 @@ async def _until_done(coordinator: Coordinator, listener: TlsListener) -> None:
         coordinator.state.fail(RunFailed("The listener ended by itself."))
 
 
-async def _farewell(coordinator: Coordinator, app: Guarded, folder: Path) -> int:
+async def _shut_down(coordinator: Coordinator, app: Guarded, folder: Path) -> int:
     """Brings everything to rest and writes the summary."""
     state = coordinator.state
     if state.failure is None:
         await coordinator.publisher.settled()
         await coordinator.publisher.store_newest()
     state.close()
-    deadline = time.monotonic() + FAREWELL_SECONDS
+    deadline = time.monotonic() + SHUTDOWN_SECONDS
     while app.under_way and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     if state.failure is not None:
@@ -188,7 +214,8 @@ def _in_words(failure: BaseException) -> BaseException:
 def _greet(coordinator: Coordinator, url: str, seconds: float) -> None:
     state = coordinator.state
     recovered = state.ledger.outer_steps
-    what = f"resumed after {recovered} outer steps" if state.store.journal.last else "begun"
+    resumed = state.store.journal.last > bool(state.ledger.begun)
+    what = f"resumed after {recovered} outer steps" if resumed else "begun"
     log.info(f"{state.spec.name} (run {state.store.run}) {what}, serving at {url}")
     state.note(
         "server-started",

@@ -15,16 +15,22 @@ STATUS = {
     "revoked-credential": 401,
     "wrong-role": 403,
     "other-region": 403,
+    "retired": 403,
+    "name-taken": 403,
     "not-found": 404,
     "not-allowed": 405,
     "too-slow": 408,
     "held": 409,
+    "too-soon": 409,
+    "full": 409,
     "older-copy": 409,
     "other-run": 409,
     "other-spec": 409,
     "unknown-region": 409,
     "server-behind": 409,
     "conflict": 409,
+    "terms-changed": 409,
+    "unconfirmed": 409,
     "incomplete": 409,
     "returned": 409,
     "foreign": 409,
@@ -33,6 +39,7 @@ STATUS = {
     "too-large": 413,
     "range": 416,
     "refused": 422,
+    "not-amendable": 422,
     "mismatch": 422,
     "other-wire": 426,
     "failed": 500,
@@ -71,5 +78,5 @@ class HttpRefusal(Exception):
         return STATUS[self.code]
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         return error_body(self.code, self.message, self.hint, **self.beside)

@@ -17,7 +17,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from diloco_cli.errors import SpecError
 from diloco_cli.sim.network import parse_link
@@ -27,6 +27,17 @@ from diloco_cli.validation import nearest
 
 Seconds = float
 EXAMPLE = '{"faults": [{"time": 12.5, "kind": "kill-trainer", "region": "paris"}]}'
+
+
+class FaultRecord(TypedDict):
+    """A fault as JSON."""
+
+    time: Seconds
+    kind: Kind
+    region: NotRequired[str]
+    duration: NotRequired[Seconds]
+    factor: NotRequired[float]
+    link: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +53,8 @@ class Fault:
     factor: float = 1.0
     link: str = ""
 
-    def as_record(self) -> dict[str, Any]:
-        record: dict[str, Any] = {"time": self.time, "kind": self.kind}
+    def as_record(self) -> FaultRecord:
+        record: FaultRecord = {"time": self.time, "kind": self.kind}
         if self.region:
             record["region"] = self.region
         if self.duration is not None:
@@ -86,25 +97,25 @@ def drawn(
     """Draws every region's failures until a moment; each region has its own stream."""
     if not math.isfinite(law.mean):
         return []
-    found = []
+    faults = []
     for region in regions or [""]:
         chance = random.Random(f"{seed} {kind} {region}")
         now = law.draw(chance)
         while now < until:
-            found.append(Fault(now, kind, region, duration))
+            faults.append(Fault(now, kind, region, duration))
             now += law.draw(chance)
-    return in_order(found)
+    return in_order(faults)
 
 
 def planned(chaos: ChaosSpec, regions: Sequence[str]) -> list[Fault]:
     """Draws the whole schedule of a spec; each of its entries has streams of its own."""
-    found: list[Fault] = []
+    faults: list[Fault] = []
     for number, entry in enumerate(chaos.faults):
         seed = f"{chaos.seed}.{number}"
         at_random = entry.per_hour is not None
-        found += _drawn(entry, regions, chaos.seconds, seed) if at_random else []
-        found += [] if at_random else _periodic(entry, regions, chaos.seconds, seed)
-    return in_order(found)
+        faults += _drawn(entry, regions, chaos.seconds, seed) if at_random else []
+        faults += [] if at_random else _periodic(entry, regions, chaos.seconds, seed)
+    return in_order(faults)
 
 
 def _drawn(entry: FaultSpec, regions: Sequence[str], until: Seconds, seed: str) -> Iterable[Fault]:

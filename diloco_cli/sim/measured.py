@@ -50,5 +50,5 @@ LINE_SHARE = MeasuredValue(0.85, "the least that diloco bench link asks of 1 Gbi
 
 def bits(codec: Mapping[str, Any], table: Mapping[str, MeasuredValue]) -> float:
     """Bits per parameter that frames of this codec were measured to take."""
-    found = table.get(str(codec.get("kind")))
-    return found.value if found else 32.0
+    measured = table.get(str(codec.get("kind")))
+    return measured.value if measured else 32.0

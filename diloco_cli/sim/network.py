@@ -177,7 +177,7 @@ def parse_link(words: str) -> Link:
 
 
 def parse_rate(word: str) -> float:
-    """Reads bits a second: `10Mbit`, `1.5Gbit/s`, `100Mbps`, `unlimited`."""
+    """Reads bits per second: `10Mbit`, `1.5Gbit/s`, `100Mbps`, `unlimited`."""
     word = re.sub(r"(?:bit/s|bps)$", "bit", word.strip())
     return math.inf if word == UNLIMITED else _number(word, RATES, "rate")
 
@@ -188,11 +188,11 @@ def parse_seconds(word: str) -> Seconds:
 
 
 def _number(word: str, units: Mapping[str, float], noun: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([A-Za-z]*)", word.strip())
-    if found is None or found[2] not in units:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([A-Za-z]*)", word.strip())
+    if match is None or match[2] not in units:
         known = ", ".join(units)
         raise SpecError(f"{word!r} is no {noun}: its unit must be one of {known}.", hint=EXAMPLES)
-    return float(found[1]) * units[found[2]]
+    return float(match[1]) * units[match[2]]
 
 
 def _in_units(value: float, units: Mapping[str, float]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.sim.region import SimulatedRegion
@@ -45,7 +44,7 @@ class SimulationOutcome:
     timeline: tuple[tuple[Seconds, float, int], ...] = field(repr=False)
     """(time, tokens applied, members) of every version."""
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, object]:
         data = asdict(self)
         del data["timeline"]
         data["staleness_counts"] = {str(k): n for k, n in sorted(self.staleness_counts.items())}
@@ -113,7 +112,7 @@ class OutcomeCounter:
         whole = len(regions) * now
         fault_free = now * sum(site.tokens / site.step for site in scenario.sites)
         fastest = sorted(site.step for site in scenario.sites)[scenario.sync.quorum - 1]
-        asked = len(scenario.sizes) * now / (scenario.sync.every * fastest)
+        possible_rounds = len(scenario.sizes) * now / (scenario.sync.every * fastest)
         merged = sum(self._stale.values())
         return SimulationOutcome(
             seconds=now,
@@ -122,7 +121,7 @@ class OutcomeCounter:
             participation=self._members / (self.versions * len(regions)) if self.versions else 0.0,
             uptime=self._up / now,
             utilisation=min(1.0, spent / (whole - down)) if whole > down else 0.0,
-            pace=self.versions / asked,
+            pace=self.versions / possible_rounds,
             staleness=sum(k * n for k, n in self._stale.items()) / merged if merged else 0.0,
             staleness_counts=dict(self._stale),
             tokens=self.applied,

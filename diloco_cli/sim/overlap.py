@@ -19,7 +19,7 @@ import numpy as np
 
 Seconds = float
 GRID = np.logspace(-1, 3, 50) * 1e9
-"""Rates the published tables choose from, in bits a second."""
+"""Rates the published tables choose from, in bits per second."""
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 
 

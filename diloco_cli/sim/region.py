@@ -120,15 +120,17 @@ class SimulatedRegion:
 
     def reports(self) -> list[Report]:
         """What a heartbeat says: held and not in flight, by fragment."""
-        found, steps = [], self.steps
+        reports, steps = [], self.steps
         for book, mark in zip(self.books, self.marks, strict=True):
             fresh = book.fresh.steps if book.flight else book.held.steps
-            found.append(Report(book.version, max(0.0, fresh + steps - mark)))
-        return found
+            reports.append(Report(book.version, max(0.0, fresh + steps - mark)))
+        return reports
 
     def until_report(self, reports: Sequence[Report]) -> int:
         """Steps until the next report: after some, or when a fragment has enough for a round."""
-        missing = (math.ceil(self.every - one.steps) for one in reports if one.steps < self.every)
+        missing = (
+            math.ceil(self.every - report.steps) for report in reports if report.steps < self.every
+        )
         return min([self.reports_after, *missing])
 
     def post(self, number: int, called: int) -> Book | None:

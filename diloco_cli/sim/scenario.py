@@ -73,6 +73,8 @@ class ServerSite:
     """Until a decision is on the disk."""
     restart: Seconds = 5.0
     """From a crash of the server until it answers again."""
+    forget: Seconds = math.inf
+    """Silence after which a region is retired; one that is back joins again."""
     glance: Seconds | None = None
     """Shortest time between two looks at the rounds; None: a fiftieth of the fastest step."""
 
@@ -89,7 +91,7 @@ class Scenario:
     down_bits: float = measured.BITS_DOWN["int4"].value
     whole_bits: float = measured.BITS_WHOLE.value
     encode_values: float = measured.ENCODE_VALUES.value
-    hub: ServerSite = field(default_factory=ServerSite)
+    server: ServerSite = field(default_factory=ServerSite)
     recovery: Recovery = field(default_factory=Recovery)
     faults: tuple[Fault, ...] = ()
     budget: float = math.inf
@@ -102,8 +104,8 @@ class Scenario:
 
     @property
     def glance(self) -> Seconds:
-        if self.hub.glance is not None:
-            return self.hub.glance
+        if self.server.glance is not None:
+            return self.server.glance
         return min(site.step for site in self.sites) / 50
 
 

@@ -15,8 +15,11 @@ from diloco_cli.core.conductor import (
     Attendance,
     CallFragment,
     CloseRound,
+    DealLanes,
     EndRun,
     FinishRun,
+    ResumeRun,
+    RetireRegion,
     RoundTable,
     RunTerms,
 )
@@ -25,6 +28,7 @@ from diloco_cli.core.journal_records import (
     FrameDecided,
     Record,
     RegionJoined,
+    RegionRetired,
     RoundClosed,
     VersionPublished,
 )
@@ -36,7 +40,6 @@ from diloco_cli.sim.network import Lane
 from diloco_cli.sim.scenario import Scenario
 
 Seconds = float
-EPOCH = 1
 
 
 class SimulatedServer:
@@ -52,10 +55,13 @@ class SimulatedServer:
         self.scenario, self.agenda, self.sync = scenario, agenda, scenario.sync
         self.ledger = Ledger.empty(len(scenario.sizes))
         self.table = RoundTable([Round() for _ in scenario.sizes])
-        self.terms = RunTerms(scenario.sync, scenario.sizes, lease=scenario.hub.lease)
+        server = scenario.server
+        self.terms = RunTerms(
+            scenario.sync, scenario.sizes, lease=server.lease, forget=server.forget
+        )
         self.reports: dict[str, list[Report]] = {}
         self.seen: dict[str, Seconds] = {}
-        self.up, self.down = Lane(scenario.hub.link), Lane(scenario.hub.link)
+        self.up, self.down = Lane(scenario.server.link), Lane(scenario.server.link)
         self.number = 0
         self.down_until: Seconds = 0.0
         self._merge_free: Seconds = 0.0
@@ -64,19 +70,27 @@ class SimulatedServer:
         self.on_call: Callable[[int, int], None]
         self.on_publish: Callable[[int, dict[str, Receipt]], None]
         for site in scenario.sites:
-            self.seen[site.name] = 0.0
-            self.record(RegionJoined(site.name, site.name, boot=1, epoch=EPOCH))
+            self._join(site.name, now=0.0)
 
     def record(self, record: Record) -> None:
         self.number += 1
         self.ledger.apply(self.number, record)
+
+    def _join(self, region: str, *, now: Seconds) -> int:
+        """Hears of a member, or of a region that becomes one; gives its epoch."""
+        self.seen[region] = now
+        known = self.ledger.regions.get(region)
+        if known is None or region in self.ledger.retired:
+            epoch = known.epoch + 1 if known else 1
+            self.record(RegionJoined(region, region, boot=epoch, epoch=epoch))
+        return self.ledger.regions[region].epoch
 
     @property
     def is_down(self) -> bool:
         return self.agenda.now < self.down_until
 
     def live(self) -> set[str]:
-        now, lease = self.agenda.now, self.scenario.hub.lease
+        now, lease = self.agenda.now, self.scenario.server.lease
         return {region for region, seen in self.seen.items() if now < seen + lease}
 
     # What regions say
@@ -84,9 +98,9 @@ class SimulatedServer:
     def heard(self, region: str, reports: list[Report], step: Seconds) -> None:
         if self.is_down:
             return
-        self.seen[region] = self.agenda.now
+        self._join(region, now=self.agenda.now)
         self.reports[region] = reports
-        self.table.averages = pace.stepped(self.table.averages, region, step)
+        self.table.heard(region, step, live=self.live, sync=self.sync)
         self.wake()
 
     def arrived(self, receipt: Receipt, answer: Callable[[str], None]) -> None:
@@ -95,9 +109,10 @@ class SimulatedServer:
         if self.is_down:
             self.agenda.at(self.down_until, self.arrived, receipt, answer)
             return
+        epoch = self._join(receipt.region, now=self.seen[receipt.region])
         record = self.ledger.region_record(receipt.region, receipt.fragment)
         decision = rounds.admit(
-            receipt, record, epoch=EPOCH, alpha=self.sync.alpha, staleness=self.sync.staleness
+            receipt, record, epoch=epoch, alpha=self.sync.alpha, staleness=self.sync.staleness
         )
         if isinstance(decision, Accept):
             size = self.scenario.sizes[receipt.fragment]
@@ -128,7 +143,9 @@ class SimulatedServer:
             return
         now = self._last = self.agenda.now
         self._tick_at = -1.0
-        seen = Attendance(self.live(), self.reports)
+        over = now - self.scenario.server.lease
+        silent = {region: now - seen for region, seen in self.seen.items() if seen <= over}
+        seen = Attendance(self.live(), self.reports, silent=silent)
         look = conductor.tick(self.ledger, self.table, seen, self.terms, now=now)
         for action in look.actions:
             match action:
@@ -138,11 +155,15 @@ class SimulatedServer:
                     self.on_call(fragment, version)
                 case CloseRound(fragment, verdict):
                     self._close(fragment, verdict)
-                case EndRun() | FinishRun():
+                case DealLanes():
+                    pass  # Nobody here names a text.
+                case RetireRegion(region, why):
+                    self.record(RegionRetired(region, why))
+                case EndRun() | FinishRun() | ResumeRun():
                     pass  # The simulator ends a run itself; its terms have no budget.
                 case _:
                     assert_never(action)
-        leases = (seen + self.scenario.hub.lease for seen in self.seen.values())
+        leases = (seen + self.scenario.server.lease for seen in self.seen.values())
         wakes = [end for end in leases if end > now]
         if look.until is not None:
             wakes.append(look.until)
@@ -156,10 +177,10 @@ class SimulatedServer:
         self._merge(fragment, self.agenda.now)
 
     def _merge(self, fragment: int, began: Seconds) -> None:
-        hub, slot = self.scenario.hub, self.ledger.slots[fragment]
-        work = self.scenario.sizes[fragment] * len(slot.closing) / hub.merge_values
+        site, slot = self.scenario.server, self.ledger.slots[fragment]
+        work = self.scenario.sizes[fragment] * len(slot.closing) / site.merge_values
         begin = max(self.agenda.now, self._merge_free, self.down_until)
-        self._merge_free = begin + work + hub.commit
+        self._merge_free = begin + work + site.commit
         self.agenda.at(self._merge_free, self._publish, fragment, began, self.down_until)
 
     def _publish(self, fragment: int, began: Seconds, crash: Seconds) -> None:

@@ -77,7 +77,7 @@ class Simulation:
         step = region.site.step * region.factor
         arrives, reports = link.after(now, link.delay), region.reports()
         self.agenda.at(arrives, self.server.heard, region.name, reports, step)
-        due = now + self.scenario.hub.lease / 4
+        due = now + self.scenario.server.lease / 4
         if region.training and not region.waiting:
             due = min(due, region.began + region.until_report(reports) * region.current)
         self.agenda.at(due, self._beat, region, number)
@@ -106,11 +106,11 @@ class Simulation:
             return
         flight, size = book.flight, self.scenario.sizes[fragment]
         length = math.ceil(size * self.scenario.up_bits / 8)
-        about = {"base": flight.base, "clock": flight.clock, "digest": flight.digest}
+        identity = {"base": flight.base, "clock": flight.clock, "digest": flight.digest}
         receipt = Receipt(
             region.name,
             fragment,
-            **about,
+            **identity,
             prev=flight.prev,
             tokens=flight.work.tokens,
             steps=flight.work.steps,
@@ -118,7 +118,7 @@ class Simulation:
         )
         ready = now + size / self.scenario.encode_values
         arrives = self._sent(region, length, ready)
-        checked = arrives + size / self.scenario.hub.check_values + self.scenario.hub.commit
+        checked = arrives + size / self.scenario.server.check_values + self.scenario.server.commit
         self.agenda.at(checked, self.server.arrived, receipt, self._answers(region, receipt))
         self._stand_still(region)
 
@@ -194,7 +194,7 @@ class Simulation:
 
     def _server_dies(self, fault: Fault) -> None:
         self.tally.faults += 1
-        self.server.crash(fault.duration or self.scenario.hub.restart)
+        self.server.crash(fault.duration or self.scenario.server.restart)
 
     def _unnoticed(self, fault: Fault) -> None:
         """Counted only: the trainer does not notice, and the connection is soon back."""
@@ -242,7 +242,7 @@ class Simulation:
         was = region.training and not region.waiting
         keeps = recovery.at_boundary or fault.kind in ("pause", "leave")
         region.stop(recovery, now=now, keeps=keeps)
-        lapses = fault.kind == "pause" and (fault.duration or 0.0) > self.scenario.hub.lease
+        lapses = fault.kind == "pause" and (fault.duration or 0.0) > self.scenario.server.lease
         region.alive = fault.kind not in ("kill-region", "leave") and not lapses
         self.tally.counted(region, training=False, now=now, was=was)
         self._comes_back(region, fault.duration)

@@ -76,12 +76,13 @@ def scenario_of(spec: RunSpec, sizes: tuple[int, ...], world: World) -> tuple[Sc
         duration=duration,
         up_bits=measured.bits(spec.wire.up, measured.BITS_UP),
         down_bits=measured.bits(spec.wire.down, measured.BITS_DOWN),
-        hub=ServerSite(
+        server=ServerSite(
             wide,
             # Heartbeats between two steps say nothing new: a twentieth of a step is often enough.
             max(spec.server.lease, max(site.step for site in sites) / 5),
             merge_values=world.cores * measured.MERGE_VALUES.value,
             check_values=world.cores * measured.CHECK_VALUES.value,
+            forget=spec.server.forget_seconds,
         ),
         recovery=world.recovery,
         faults=tuple(_faults(world, names, duration)),
@@ -128,7 +129,7 @@ def _site(spec: RunSpec, region: RegionSpec, parameters: int, world: World) -> R
 
 def _link(name: str, links: Sequence[str], known: Sequence[str]) -> Link:
     """The link said of this region, or else of all; bodies get the measured share of it."""
-    found = Link()
+    chosen = Link()
     for words in links:
         region, given, link = words.partition("=")
         if not given or "/" in region:  # As in 1Gbit/50ms/window=4MB.
@@ -136,8 +137,8 @@ def _link(name: str, links: Sequence[str], known: Sequence[str]) -> Link:
         if region and region not in known:
             raise SpecError(f"--link {words}: there is no region {region!r}.")
         if region in ("", name):
-            found = parse_link(link)
-    return replace(found, rate=found.rate * measured.LINE_SHARE.value)
+            chosen = parse_link(link)
+    return replace(chosen, rate=chosen.rate * measured.LINE_SHARE.value)
 
 
 def _faults(world: World, names: Sequence[str], until: Seconds) -> list[faults.Fault]:
@@ -165,7 +166,7 @@ def with_regions(spec: RunSpec, count: int) -> RunSpec:
 
 def parse_span(word: str) -> Seconds:
     """Reads a time: 90, 90s, 15m, 6h, 3d."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)", word.strip())
-    if found is None or found[2] not in SPANS or not float(found[1]) > 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)", word.strip())
+    if match is None or match[2] not in SPANS or not float(match[1]) > 0:
         raise SpecError(f"{word!r} is no time.", hint="Write for example 90s, 15m, 6h or 3d.")
-    return float(found[1]) * SPANS[found[2]]
+    return float(match[1]) * SPANS[match[2]]

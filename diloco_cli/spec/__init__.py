@@ -1,8 +1,10 @@
 """The run spec: a YAML file in, a checked `RunSpec` out, every mistake with its place and a hint.
 Start with schema.py.
 
+    amendable.py    which keys may change in a run that has begun, and when?
     chaos_rules.py  what can go wrong on purpose, and what cannot: the rules of the `chaos` section
     describe.py     what do the classes themselves say about their options?
+    durations.py    how long is `7d`?
     fault_kinds.py  every kind of fault, in one table that simulator and chaos runs read too
     load.py         which run does this file describe, and if none, what is wrong with it?
     overrides.py    what changes when the command line says `--set sync.quorum=2`?

@@ -50,21 +50,21 @@ def _region(
     name: str, names: list[str], path: Path, *, on_key: bool = False
 ) -> Iterator[SpecFault]:
     if name not in names:
-        said = f"is {name!r}, which is no region of this run"
+        message = f"is {name!r}, which is no region of this run"
         hint = nearest(name, names, "The regions are")
-        yield SpecFault(path, said, hint, (("regions",),), on_key=on_key)
+        yield SpecFault(path, message, hint, (("regions",),), on_key=on_key)
 
 
 def _when(fault: FaultSpec, place: Path) -> Iterator[SpecFault]:
     periodic = fault.at is not None or fault.every is not None
     if periodic == (fault.per_hour is not None):
-        said = "says when twice" if periodic else "does not say when it happens"
+        message = "says when twice" if periodic else "does not say when it happens"
         hint = "Give per_hour: 60, or every: 300, or at: 40; every and at go together."
         keys = tuple((*place, key) for key in ("per_hour", "every", "at"))
-        yield SpecFault(place, f"({fault.kind}) {said}", hint, keys)
+        yield SpecFault(place, f"({fault.kind}) {message}", hint, keys)
     if fault.shape is not None and fault.per_hour is None:
-        said = "belongs to per_hour, which is not given, so it would have no effect"
-        yield SpecFault((*place, "shape"), said, "Remove it, or give per_hour.")
+        message = "belongs to per_hour, which is not given, so it would have no effect"
+        yield SpecFault((*place, "shape"), message, "Remove it, or give per_hour.")
 
 
 def _how(fault: FaultSpec, place: Path) -> Iterator[SpecFault]:
@@ -103,6 +103,6 @@ _WORDS = re.compile(
 
 
 def _link(words: str, path: Path) -> Iterator[SpecFault]:
-    found = _WORDS.fullmatch(words.strip())
-    if not found or (found["rate"] != "unlimited" and rate_of(found["rate"]) is None):
+    match = _WORDS.fullmatch(words.strip())
+    if not match or (match["rate"] != "unlimited" and rate_of(match["rate"]) is None):
         yield SpecFault(path, f"is {words!r}, which is no link", LINK)

@@ -114,9 +114,9 @@ def in_words(hint: Any) -> str:
     if origin is Annotated:
         return f"{in_words(inner[0])} {', '.join(_limits(inner[1:]))}".strip()
     if origin in (Union, types.UnionType):
-        return " or ".join(in_words(one) for one in inner if one is not types.NoneType)
+        return " or ".join(in_words(each) for each in inner if each is not types.NoneType)
     if origin is Literal:
-        return " or ".join(f"`{one}`" for one in inner)
+        return " or ".join(f"`{each}`" for each in inner)
     if origin in (tuple, list):
         return f"list of {in_words(inner[0])}"
     if origin is dict or hint is dict:

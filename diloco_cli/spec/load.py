@@ -11,7 +11,7 @@ mistake that was made.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -21,13 +21,21 @@ from pydantic import ValidationError
 from diloco_cli.errors import SpecError
 from diloco_cli.spec.overrides import override
 from diloco_cli.spec.resolved import resolved_yaml, write_resolved
-from diloco_cli.spec.rules import MOST_TOKENS, Conflicts, Path, SpecFault, dotted
+from diloco_cli.spec.rules import MOST_TOKENS, Conflicts, Path, SpecFault, dotted, doubts
 from diloco_cli.spec.schema import RunSpec, keys_at
 from diloco_cli.spec.secrets import inline_secrets
-from diloco_cli.spec.yaml_source import Document, SourcePosition, YamlFlaw, read
+from diloco_cli.spec.yaml_source import Document, SourcePosition, YamlFlaw, YamlMapping, read
 from diloco_cli.validation import in_words
 
-__all__ = ["Loaded", "Problem", "SpecErrors", "load_spec", "resolved_yaml", "write_resolved"]
+__all__ = [
+    "Loaded",
+    "Problem",
+    "SpecErrors",
+    "check_spec",
+    "load_spec",
+    "resolved_yaml",
+    "write_resolved",
+]
 
 LARGEST = 1 << 20
 """Bytes of a spec file; a longer one is something else."""
@@ -83,6 +91,11 @@ class Loaded:
     def locate(self, path: Path) -> SourcePosition:
         return self.document.locate(path)
 
+    @property
+    def warnings(self) -> list[Problem]:
+        """What the run can work with, but hardly is meant."""
+        return [_problem(self.document, fault) for fault in doubts(self.spec)]
+
 
 def load_spec(
     path: str | FilePath, overrides: Sequence[str] = (), *, also: Check | None = None
@@ -106,6 +119,18 @@ def parse_spec(
     if problems or spec is None:
         raise SpecErrors(file, sorted(problems, key=_order))
     return Loaded(spec, document)
+
+
+def check_spec(data: Mapping[str, Any], name: str, *, also: Check | None = None) -> RunSpec:
+    """Makes a spec of plain data that goes by `name`, or says all that is wrong with it."""
+    spec, faults = _readings(Document(dict(data)), also)
+    if faults or spec is None:
+        problems = [
+            Problem("", None, None, dotted(fault.path), fault.message, fault.hint)
+            for fault in faults
+        ]
+        raise SpecErrors(name, problems)
+    return spec
 
 
 def _text(path: FilePath) -> str:
@@ -156,7 +181,7 @@ def _readings(document: Document, also: Check | None) -> tuple[RunSpec | None, l
     return spec, faults
 
 
-def _validated(data: dict[str, Any]) -> tuple[RunSpec | None, list[SpecFault], list[Path]]:
+def _validated(data: YamlMapping) -> tuple[RunSpec | None, list[SpecFault], list[Path]]:
     try:
         return RunSpec.model_validate(data), [], []
     except ValidationError as error:
@@ -183,7 +208,7 @@ def _elsewhere(path: Path) -> str | None:
     return f"It belongs under `{homes[0]}`." if len(path) == 1 and len(homes) == 1 else None
 
 
-def _set_aside(data: dict[str, Any], paths: list[Path]) -> dict[str, Any]:
+def _set_aside(data: YamlMapping, paths: list[Path]) -> YamlMapping:
     """Leaves the wrong values out, with stand-ins for those no spec can do without."""
     rest = copy.deepcopy(data)
     for path in paths:
@@ -202,7 +227,7 @@ def _set_aside(data: dict[str, Any], paths: list[Path]) -> dict[str, Any]:
     return rest
 
 
-_STAND_INS: dict[str, Any] = {
+_STAND_INS: YamlMapping = {
     "spec": 1,
     "name": "unnamed",
     "budget": {"tokens": MOST_TOKENS},

@@ -59,12 +59,12 @@ def _key(at: Any, step: str, path: Path) -> str | int:
     if isinstance(at, dict):
         return step
     if not isinstance(at, list):
-        said = f"{dotted(path)} is {at!r}, so it has no key {step!r}"
-        raise _NoSuchPlace(said, f"Set {dotted(path)} itself, or another key.")
+        message = f"{dotted(path)} is {at!r}, so it has no key {step!r}"
+        raise _NoSuchPlace(message, f"Set {dotted(path)} itself, or another key.")
     if not (step.isascii() and step.isdigit() and int(step) < len(at)):
-        said = f"{dotted(path)} is a list of {len(at)}; it has no item {step!r}"
+        message = f"{dotted(path)} is a list of {len(at)}; it has no item {step!r}"
         hint = f"Items count from 0 to {len(at) - 1}." if at else f"Set {dotted(path)} itself."
-        raise _NoSuchPlace(said, hint)
+        raise _NoSuchPlace(message, hint)
     return int(step)
 
 

@@ -7,7 +7,7 @@ that differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from pydantic import ValidationError
 
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.spec.yaml_source import read, scalar
+from diloco_cli.spec.yaml_source import YamlMapping, read, scalar
 from diloco_cli.system.files import keep_bytes
 
 FILE = "spec.resolved.yaml"
 
 
-def resolved(spec: RunSpec) -> dict[str, Any]:
+def resolved(spec: RunSpec) -> YamlMapping:
     """Spells out every key that has a meaning for this run, as plain data."""
     data = spec.model_dump(mode="json", exclude_none=True)
     # Options of the choices not taken would be refused as ineffective when read again.
@@ -47,15 +47,23 @@ def resolved_yaml(spec: RunSpec) -> str:
     )
 
 
-def write_resolved(spec: RunSpec, folder: str | Path, *, apart: str | None = None) -> Path:
+def write_resolved(
+    spec: RunSpec, folder: str | Path, *, may_differ: Callable[[str], bool] = lambda key: False
+) -> Path:
     """Writes the run's spec once; refuses a spec that differs from the one written before.
 
-    A section `apart` may differ: it is somebody else's.
+    But for keys that `may_differ`.
     """
     final = Path(folder) / FILE
     if final.exists():
-        _same(spec, final, apart)
+        _same(spec, final, may_differ)
         return final
+    return replace_resolved(spec, folder)
+
+
+def replace_resolved(spec: RunSpec, folder: str | Path) -> Path:
+    """Writes the spec of a new run, in place of that of one that has trained nothing."""
+    final = Path(folder) / FILE
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         keep_bytes(final, resolved_yaml(spec).encode(), mode=0o644)
@@ -67,10 +75,10 @@ def write_resolved(spec: RunSpec, folder: str | Path, *, apart: str | None = Non
     return final
 
 
-def _same(spec: RunSpec, file: Path, apart: str | None) -> None:
-    there, here = dict(_flat(_before(file))), dict(_flat(resolved(spec)))
+def _same(spec: RunSpec, file: Path, may_differ: Callable[[str], bool]) -> None:
+    there, here = dict(_flat(resolved(read_resolved(file.parent)))), dict(_flat(resolved(spec)))
     keys = [key for key in [*here, *there] if here.get(key, "…") != there.get(key, "…")]
-    keys = [key for key in keys if key.partition(".")[0] != apart]
+    keys = [key for key in keys if not may_differ(key)]
     if keys:
         lines = [
             f"  {key}: {_shown(there, key)} there, {_shown(here, key)} here"
@@ -83,10 +91,12 @@ def _same(spec: RunSpec, file: Path, apart: str | None) -> None:
         )
 
 
-def _before(file: Path) -> dict[str, Any]:
+def read_resolved(folder: Path) -> RunSpec:
+    """The spec that the run in a folder began with."""
+    file = folder / FILE
     try:
         document = read(file.read_text("utf-8"), str(file))
-        return resolved(RunSpec.model_validate(document.data))
+        return RunSpec.model_validate(document.data)
     except (OSError, UnicodeDecodeError, ValidationError):
         raise StoreError(
             f"{file} is damaged: it is not the resolved spec of a run.",

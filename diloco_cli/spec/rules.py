@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from diloco_cli.spec.durations import HINT, seconds_of
 from diloco_cli.validation import in_words, nearest
 
 if TYPE_CHECKING:
-    from diloco_cli.spec.schema import InnerSpec, RunSpec
+    from diloco_cli.spec.schema import InnerSpec, MeshSpec, RunSpec
 
 Path = tuple[str | int, ...]
 """Where a value sits in the spec: `("regions", 0, "speed")`."""
@@ -57,6 +58,11 @@ def conflicts(spec: RunSpec) -> list[SpecFault]:
     return [fault for rule in RULES for fault in rule(spec)]
 
 
+def doubts(spec: RunSpec) -> list[SpecFault]:
+    """Lists what a run can work with, but hardly is meant."""
+    return [fault for rule in WARNINGS for fault in rule(spec)]
+
+
 def _regions_differ(spec: RunSpec) -> Iterator[SpecFault]:
     seen: dict[str, int] = {}
     for number, region in enumerate(spec.regions):
@@ -73,11 +79,22 @@ def _regions_differ(spec: RunSpec) -> Iterator[SpecFault]:
 
 def _quorum_is_reachable(spec: RunSpec) -> Iterator[SpecFault]:
     quorum, count = spec.sync.quorum, len(spec.regions)
-    if quorum > count:
+    if quorum > count and spec.server.admit == "listed":
         yield SpecFault(
             ("sync", "quorum"),
             f"is {quorum} but regions lists {count}, so no round could ever close",
             f"Set sync.quorum to {count} or less, or list more regions.",
+            (("regions",),),
+        )
+
+
+def _quorum_needs_joiners(spec: RunSpec) -> Iterator[SpecFault]:
+    quorum, count = spec.sync.quorum, len(spec.regions)
+    if quorum > count and spec.server.admit != "listed":
+        yield SpecFault(
+            ("sync", "quorum"),
+            f"is {quorum} but regions lists {count}, so no round closes before others have joined",
+            f"Set sync.quorum to {count} or less, unless more regions are sure to come.",
             (("regions",),),
         )
 
@@ -149,6 +166,125 @@ def _batches_divide(spec: RunSpec) -> Iterator[SpecFault]:
             )
 
 
+def _batches_are_dealt_out_evenly(spec: RunSpec) -> Iterator[SpecFault]:
+    for path, inner in _inners(spec):
+        number = path[1]
+        mesh, key = _mesh(spec, number)
+        shares = mesh.data * mesh.fsdp * inner.accumulate
+        # Batches that do not even part into micro-batches are `_batches_divide`'s to report.
+        if inner.batch % shares and inner.batch % inner.accumulate == 0:
+            parts = f"data {mesh.data} × fsdp {mesh.fsdp}"
+            parts += f" × accumulate {inner.accumulate}" if inner.accumulate > 1 else ""
+            yield SpecFault(
+                ("regions", number, key),
+                f"deals batch {inner.batch} out over {parts} = {shares} parts, which does not "
+                "come out even",
+                f"Make batch a multiple of {shares}, such as {-(-inner.batch // shares) * shares}.",
+                (("inner", "batch"), ("inner", "accumulate"), path),
+            )
+
+
+def _a_mesh_is_given_once(spec: RunSpec) -> Iterator[SpecFault]:
+    for number, region in enumerate(spec.regions):
+        if region.devices is not None and region.mesh is not None:
+            yield SpecFault(
+                ("regions", number, "devices"),
+                f"is {region.devices}, short for `mesh: {{fsdp: {region.devices}}}`, but mesh is "
+                "given too",
+                "Keep one of the two.",
+                (("regions", number, "mesh"),),
+            )
+
+
+def _checkpoints_go_to_a_folder(spec: RunSpec) -> Iterator[SpecFault]:
+    for number, region in enumerate(spec.regions):
+        if (chosen := region.checkpoint) is None:
+            continue
+        at = ("regions", number, "checkpoint")
+        if chosen.to and (bucket := re.match(r"([a-z][a-z0-9+.-]*)://", chosen.to)):
+            yield SpecFault(
+                (*at, "to"),
+                f"is {chosen.to!r}, which begins like the URL of a bucket ({bucket[1]}); "
+                "checkpoints are written to folders only",
+                "Name a folder that every host of the region reaches, such as a mounted disk.",
+            )
+        if seconds_of(chosen.every) is None:
+            yield SpecFault((*at, "every"), f"is {chosen.every!r}, which is no duration", HINT)
+
+
+def _hosts_have_equal_parts(spec: RunSpec) -> Iterator[SpecFault]:
+    for number, region in enumerate(spec.regions):
+        mesh, key = _mesh(spec, number)
+        if mesh.size % region.host_count:
+            least = -(-mesh.size // region.host_count) * region.host_count
+            yield SpecFault(
+                ("regions", number, "hosts"),
+                f"is {region.hosts}, but its {mesh.size} device{'s' if mesh.size > 1 else ''} "
+                f"({mesh}) cannot be dealt out over so many hosts in equal parts",
+                f"Say how many devices all hosts have together, such as `mesh: {{fsdp: {least}}}`.",
+                (("regions", number, key),),
+            )
+
+
+def _hosts_suit_the_trainer(spec: RunSpec) -> Iterator[SpecFault]:
+    for number, region in enumerate(spec.regions):
+        if region.host_count == 1:
+            continue
+        if region.trainer is not None:
+            yield SpecFault(
+                ("regions", number, "hosts"),
+                f"is {region.hosts}, but the region has a trainer of its own, whose processes on "
+                "other hosts are its own affair",
+                "Remove hosts, and let the program join the region from one of its processes.",
+                (("regions", number, "trainer"),),
+            )
+        if region.checkpoint is not None and region.checkpoint.kind == "orbax":
+            yield SpecFault(
+                ("regions", number, "checkpoint"),
+                f"is of kind orbax, which a region of {region.hosts} hosts does not write in this "
+                "version",
+                "Remove checkpoint: host 0 then keeps one file.",
+                (("regions", number, "hosts"),),
+            )
+
+
+def _mesh(spec: RunSpec, number: int) -> tuple[MeshSpec, str]:
+    """A region's mesh, and the key that says so."""
+    region = spec.regions[number]
+    return region.devices_by_axis, "devices" if region.mesh is None else "mesh"
+
+
+def _sequences_are_cut_evenly(spec: RunSpec) -> Iterator[SpecFault]:
+    for path, inner in _inners(spec):
+        if inner.sequence % inner.loss_chunks:
+            own = "loss_chunks" in (spec.regions[path[1]].inner or {})
+            at: Path = (*path, "loss_chunks") if own else ("inner", "loss_chunks")
+            yield SpecFault(
+                at,
+                f"is {inner.loss_chunks}, which does not cut a sequence of {inner.sequence} into "
+                "equal parts",
+                "Choose a divisor of inner.sequence, such as a power of two.",
+                (("inner", "sequence"), path),
+            )
+            if not own:
+                return  # The same for every region.
+
+
+def _attention_suits_the_type(spec: RunSpec) -> Iterator[SpecFault]:
+    for path, inner in _inners(spec):
+        if inner.attention == "cudnn" and inner.compute != "bfloat16":
+            own = {"attention", "compute"} & set(spec.regions[path[1]].inner or {})
+            at: Path = (*path, min(own)) if own else ("inner", "attention")
+            yield SpecFault(
+                at,
+                f"cudnn computes attention in bfloat16, but compute is {inner.compute}",
+                "Set inner.compute to bfloat16, or leave inner.attention at `auto`.",
+                (("inner", "attention"), ("inner", "compute")),
+            )
+            if not own:
+                return
+
+
 def _regions_change_known_keys(spec: RunSpec) -> Iterator[SpecFault]:
     for number, region in enumerate(spec.regions):
         try:
@@ -170,10 +306,20 @@ def _inners(spec: RunSpec) -> Iterator[tuple[tuple[str, int, str], InnerSpec]]:
             continue  # `_regions_change_known_keys` says why.
 
 
+def _momentum_is_there_to_keep(spec: RunSpec) -> Iterator[SpecFault]:
+    if spec.start and spec.start.momentum == "keep" and spec.start.is_url:
+        yield SpecFault(
+            ("start", "momentum"),
+            f"is keep but start.weights is {spec.start.weights!r}, and a server gives weights only",
+            "Name the run's folder on its server's host, or leave start.momentum out.",
+            (("start", "weights"),),
+        )
+
+
 def _the_evaluator_exists(spec: RunSpec) -> Iterator[SpecFault]:
     names = [region.name for region in spec.regions]
-    asked = spec.evaluate.region
-    if asked is not None and asked not in names:
+    asked, listed = spec.evaluate.region, spec.server.admit == "listed"
+    if asked is not None and asked not in names and listed:
         yield SpecFault(
             ("evaluate", "region"),
             f"is {asked!r}, which is no region of this run, so nobody would evaluate",
@@ -223,6 +369,42 @@ def _the_server_listens_where_it_is_safe(spec: RunSpec) -> Iterator[SpecFault]:
         )
 
 
+def _admission_is_guarded(spec: RunSpec) -> Iterator[SpecFault]:
+    server, at = spec.server, ("server", "admit")
+    host, _ = _host_and_port(server.listen)
+    if server.admit == "credentialed" and not server.certs:
+        yield SpecFault(
+            at,
+            "is credentialed, but there is no server.certs, so there are no credentials",
+            "`diloco certs init`, then server.certs: certs; or admit: open, on loopback.",
+            (("server", "certs"),),
+        )
+    if server.admit == "open" and (server.certs or (host and not _is_loopback(host))):
+        other = f"server.listen is {server.listen!r}"
+        yield SpecFault(
+            at,
+            f"is open, but {'server.certs is given' if server.certs else other}: anybody may "
+            "join on loopback only",
+            "Use credentialed: whoever has a credential of the run joins under its name.",
+            (("server", "certs"), ("server", "listen")),
+        )
+
+
+def _silence_is_forgotten_after_the_lease(spec: RunSpec) -> Iterator[SpecFault]:
+    text, at = spec.server.forget, ("server", "forget")
+    seconds = seconds_of(text)
+    if seconds is None:
+        yield SpecFault(at, f"is {text!r}, which is no duration", HINT)
+    elif seconds <= spec.server.lease:
+        yield SpecFault(
+            at,
+            f"is {text}, no longer than server.lease, {spec.server.lease:g} s, so a region would "
+            "be retired as soon as it is late",
+            "Give it days, or at least several leases.",
+            (("server", "lease"),),
+        )
+
+
 def _a_token_comes_from_one_place(spec: RunSpec) -> Iterator[SpecFault]:
     for number, region in enumerate(spec.regions):
         if region.token_file and region.token_env:
@@ -231,6 +413,38 @@ def _a_token_comes_from_one_place(spec: RunSpec) -> Iterator[SpecFault]:
                 f"is {region.token_env!r}, but token_file is given too",
                 "Keep one of the two.",
                 (("regions", number, "token_file"),),
+            )
+
+
+def _a_trainer_is_started_or_attaches(spec: RunSpec) -> Iterator[SpecFault]:
+    for number, region in enumerate(spec.regions):
+        if (trainer := region.trainer) is None:
+            continue
+        at = ("regions", number, "trainer")
+        if (trainer.command is None) == (not trainer.attach):
+            both = "gives both a command and attach" if trainer.attach else "gives no command"
+            yield SpecFault(
+                at,
+                both,
+                "Write `command: [python, train.py]` to have it started, or `attach: true` if you "
+                "start it yourself.",
+            )
+        if seconds_of(trainer.patience) is None:
+            message = f"is {trainer.patience!r}, which is no duration"
+            yield SpecFault((*at, "patience"), message, HINT)
+        if region.mesh is not None or region.devices is not None:
+            yield SpecFault(
+                ("regions", number, "mesh" if region.mesh else "devices"),
+                "is for the built-in trainer, but this region has a trainer of its own",
+                "Remove it; your program decides on which devices it trains.",
+                (at,),
+            )
+        if region.checkpoint is not None:
+            yield SpecFault(
+                ("regions", number, "checkpoint"),
+                "is for the built-in trainer, but this region has a trainer of its own",
+                "Remove it; what is not sent yet is kept in the region's own folder.",
+                (at,),
             )
 
 
@@ -256,7 +470,7 @@ _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)(?:/s)?")
 
 
 def rate_of(text: str) -> float | None:
-    """Reads bits a second, such as 50Mbit or 1.5Gbit/s; None if it is no rate."""
+    """Reads bits per second, such as 50Mbit or 1.5Gbit/s; None if it is no rate."""
     found = _RATE.fullmatch(text.strip())
     rate = float(found[1]) * RATES.get(found[2], 0.0) if found else 0.0
     return rate if 0 < rate < float("inf") else None
@@ -267,7 +481,7 @@ def _the_rate_limit_is_a_rate(spec: RunSpec) -> Iterator[SpecFault]:
     if text is None or rate_of(text) is not None:
         return
     found = _RATE.fullmatch(text.strip())
-    hint = "Write bits a second with their unit, for example 50Mbit or 1.5Gbit."
+    hint = "Write bits per second with their unit, for example 50Mbit or 1.5Gbit."
     if found and float(found[1]) > 0:
         unit = found[2].removesuffix("ps")
         meant = next((each for each in RATES if each.lower() == unit.lower()), None)
@@ -283,13 +497,6 @@ def _reserved_keys_are_empty(spec: RunSpec) -> Iterator[SpecFault]:
             "is not available in this version; the key is reserved",
             "Remove export from the spec.",
         )
-    for number, region in enumerate(spec.regions):
-        if region.devices not in (None, 1):
-            yield SpecFault(
-                ("regions", number, "devices"),
-                f"is {region.devices}, but this version trains on one device a region",
-                "Leave it out, or make each device a region of its own.",
-            )
 
 
 _STEP_SIZE: tuple[Path, ...] = (("inner", "batch"), ("inner", "sequence"))
@@ -298,6 +505,13 @@ RULES: tuple[Callable[[RunSpec], Iterator[SpecFault]], ...] = (
     _regions_differ,
     _regions_change_known_keys,
     _batches_divide,
+    _a_mesh_is_given_once,
+    _hosts_have_equal_parts,
+    _hosts_suit_the_trainer,
+    _batches_are_dealt_out_evenly,
+    _checkpoints_go_to_a_folder,
+    _sequences_are_cut_evenly,
+    _attention_suits_the_type,
     _quorum_is_reachable,
     _fragments_take_turns,
     _answers_come_before_the_next_send,
@@ -305,8 +519,14 @@ RULES: tuple[Callable[[RunSpec], Iterator[SpecFault]], ...] = (
     _budget_can_be_counted,
     _grace_options_have_an_effect,
     _the_server_listens_where_it_is_safe,
+    _admission_is_guarded,
+    _silence_is_forgotten_after_the_lease,
     _a_token_comes_from_one_place,
+    _a_trainer_is_started_or_attaches,
+    _momentum_is_there_to_keep,
     _the_evaluator_exists,
     _the_rate_limit_is_a_rate,
     _reserved_keys_are_empty,
 )
+
+WARNINGS: tuple[Callable[[RunSpec], Iterator[SpecFault]], ...] = (_quorum_needs_joiners,)

@@ -7,11 +7,13 @@ or, for things named by `kind`, in `assemble`.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from diloco_cli.spec.chaos_rules import disturbances
+from diloco_cli.spec.durations import seconds_of
 from diloco_cli.spec.fault_kinds import Kind
 from diloco_cli.spec.rules import Conflicts, Path, conflicts, rate_of
 
@@ -36,7 +38,13 @@ Float = Annotated[float, BeforeValidator(_not_a_switch)]
 PositiveInt = Annotated[Int, Field(ge=1)]
 Positive = Annotated[Float, Field(gt=0)]
 Written = Annotated[str | None, BeforeValidator(_as_written)]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?$")]
+_NAME = r"^[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?$"
+Name = Annotated[str, Field(pattern=_NAME)]
+
+
+def is_a_name(text: str) -> bool:
+    """Says whether a run or a region can be called so."""
+    return re.fullmatch(_NAME, text) is not None
 
 
 class Section(BaseModel):
@@ -48,6 +56,21 @@ class BudgetSpec(Section):
 
     tokens: PositiveInt
     """Merged tokens of all regions together."""
+
+
+class StartSpec(Section):
+    """Weights to begin with, instead of those that the seed makes."""
+
+    weights: Annotated[str, Field(min_length=1)]
+    """A safetensors file as `diloco pull` writes it, the folder of another run, or the URL of a
+    running server. Read once, at the first start, on the server's host."""
+
+    momentum: Literal["fresh", "keep"] = "fresh"
+    """Begin the outer optimiser anew, or `keep` its momentum, which only a run folder has."""
+
+    @property
+    def is_url(self) -> bool:
+        return self.weights.startswith(("http://", "https://"))
 
 
 class InnerSpec(Section):
@@ -62,6 +85,20 @@ class InnerSpec(Section):
     accumulate: PositiveInt = 1
     """Micro-batches a step is cut into, to save memory."""
 
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """What products are computed in. Weights, gradients, norms, softmax and all sums stay float32;
+    `bfloat16` is for accelerators, on a CPU it is no faster."""
+
+    remat: Literal["none", "block"] = "none"
+    """What is computed twice to save memory: nothing, which is fastest for small models, or every
+    block, which then needs the memory of one and compiles in the same time at any depth."""
+
+    loss_chunks: PositiveInt = 1
+    """Parts of every sequence whose logits exist at a time; more than 1 for large vocabularies."""
+
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    """Which program computes attention; `auto` takes what suits device, type and shape."""
+
     clip: Annotated[Float, Field(gt=0)] = 1.0
     """Largest norm of the gradient of one inner step."""
 
@@ -74,6 +111,67 @@ class InnerSpec(Section):
     def changed(self, own: dict[str, Any] | None) -> InnerSpec:
         """Says how a region trains that changes these keys."""
         return InnerSpec.model_validate({**self.model_dump(), **(own or {})})
+
+
+class MeshSpec(Section):
+    """The devices of a region, by what is dealt out over them."""
+
+    data: PositiveInt = 1
+    """Groups of devices that hold the same weights and train on different sequences."""
+
+    fsdp: PositiveInt = 1
+    """Devices over which weights, optimiser and sequences are dealt out; the usual choice."""
+
+    tensor: PositiveInt = 1
+    """Devices that share heads, hidden numbers and vocabulary of the same sequences; for models
+    too wide for fsdp alone, over fast links."""
+
+    @property
+    def size(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {count}" for axis, count in self if count > 1) or "one"
+
+
+class TrainerSpec(Section):
+    """A training program of your own, instead of the built-in one."""
+
+    command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """What the worker starts, and starts again when it dies, as in `[python, train.py]`; it joins
+    with `Region.here()`. `inner.batch` × `inner.sequence` is the most that a step of it counts.
+    {python}, {region} and {folder} stand for the worker's interpreter, its region and folder."""
+
+    attach: bool = False
+    """Start nothing: a program that is started elsewhere on this host joins by itself."""
+
+    patience: Annotated[str, BeforeValidator(_as_written)] = "30m"
+    """How long a program that was started may make no step, though it could, before it is killed
+    and started again, as in `10m` or `2h`."""
+
+    @property
+    def patience_seconds(self) -> float:
+        return seconds_of(self.patience) or float("inf")
+
+
+class CheckpointSpec(Section):
+    """Sharded checkpoints of a region with many devices."""
+
+    kind: Literal["orbax"]
+    """`orbax`: every device's part is written apart, beside the training."""
+
+    to: Annotated[str, Field(min_length=1)] | None = None
+    """A folder that every host of the region reaches; in the region's own folder when left out."""
+
+    every: Annotated[str, BeforeValidator(_as_written)] = "10m"
+    """Time from one to the next, as in `90s` or `10m`."""
+
+    keep: PositiveInt = 2
+    """How many are kept; the older ones go once a newer one is whole."""
+
+    @property
+    def every_seconds(self) -> float:
+        return seconds_of(self.every) or float("inf")
 
 
 class RegionSpec(Section):
@@ -95,10 +193,37 @@ class RegionSpec(Section):
     """Environment variable with this region's token, instead of a file."""
 
     devices: PositiveInt | None = None
-    """Accelerators to use; this version trains on one a region and refuses more."""
+    """Devices of the region's host to train on; short for `mesh: {fsdp: N}`."""
+
+    mesh: MeshSpec | None = None
+    """The devices of the region, by what is dealt out over them; one when left out."""
+
+    trainer: TrainerSpec | None = None
+    """A training program of your own, in any framework, instead of the built-in one."""
+
+    checkpoint: CheckpointSpec | None = None
+    """How the region keeps what it has not sent, and its optimiser; one file when left out, which
+    is right for models that one host holds several times."""
+
+    hosts: PositiveInt | None = None
+    """Hosts that the devices of the mesh belong to, each with an equal part; one when left out."""
 
     speed: Annotated[Float, Field(gt=0, le=1)] = 1.0
     """For trials: train at this share of the possible speed."""
+
+    pace: Positive | None = None
+    """Inner steps per second that the region can make; 1.25 times that is the most that counts of
+    what it claims. Without it the server learns it from the first ten minutes, and believes
+    no region more than 8 times the pace of the others."""
+
+    @property
+    def host_count(self) -> int:
+        return self.hosts or 1
+
+    @property
+    def devices_by_axis(self) -> MeshSpec:
+        """The mesh that is asked for, in either way."""
+        return self.mesh or MeshSpec(fsdp=self.devices or 1)
 
 
 class GraceSpec(Section):
@@ -124,7 +249,9 @@ class SyncSpec(Section):
     """Inner steps between two exchanges of one fragment; answers come a step or two later."""
 
     overlap: Annotated[Int, Field(ge=0)] = 2
-    """Inner steps a region may make while a fragment travels; 0 waits for the answer."""
+    """0: a region waits for the answer to what it posted. Above 0 nobody waits; with `adopt:
+    replace` or `blend` it is the steps whose loss the grace window takes into account, with
+    `rebase`, which loses none, all values above 0 are the same."""
 
     quorum: PositiveInt = 1
     """Contributions a round needs before it may close at all."""
@@ -195,8 +322,27 @@ class ServerSpec(Section):
     lease: Annotated[Float, Field(gt=0)] = 10.0
     """Seconds without a heartbeat after which a region counts as gone."""
 
+    grant: Annotated[Float, Field(ge=0)] = 600.0
+    """Seconds, beyond three leases, after which other regions read the lanes of a silent one; and
+    how long a listed region that has not joined yet has its share of them kept."""
+
+    admit: Literal["listed", "credentialed", "open"] = "listed"
+    """Who may join: regions that the spec lists, whoever has a credential of the run
+    (`diloco certs issue --region NAME` is all it takes), or anybody, on loopback only."""
+
+    members: PositiveInt = 256
+    """Regions that may be members at once without being listed."""
+
+    forget: Annotated[str, BeforeValidator(_as_written)] = "7d"
+    """Silence after which a region is retired, as in `12h` or `7d`: it counts no more and may
+    join again."""
+
     guard: GuardSpec = GuardSpec()
     """What a contribution must be like to be merged."""
+
+    @property
+    def forget_seconds(self) -> float:
+        return seconds_of(self.forget) or float("inf")
 
 
 class EvaluateSpec(Section):
@@ -282,6 +428,9 @@ class RunSpec(Section):
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Initial weights and the order of the data follow from it."""
 
+    start: StartSpec | None = None
+    """Weights to begin with, instead of those that the seed makes."""
+
     budget: BudgetSpec
     """How much to train."""
 
@@ -332,7 +481,9 @@ class RunSpec(Section):
         return self
 
     def region(self, name: str) -> RegionSpec:
-        return next(region for region in self.regions if region.name == name)
+        """How a region is listed; one that is not trains as the run says."""
+        listed = (region for region in self.regions if region.name == name)
+        return next(listed, None) or RegionSpec(name=name)
 
     def inner_of(self, name: str) -> InnerSpec:
         """Says how this region trains: the run's `inner` with the region's own keys on top."""
@@ -348,12 +499,13 @@ def keys_at(path: Path) -> list[str]:
     for step in path:
         if model is not None and isinstance(step, str):
             field = model.model_fields.get(step)
-            model = _section(field.annotation) if field else None
+            model = section_of(field.annotation) if field else None
     return list(model.model_fields) if model else []
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, or a list of them; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
-    found = (_section(inner) for inner in get_args(annotation))
+    found = (section_of(inner) for inner in get_args(annotation))
     return next((section for section in found if section), None)

@@ -24,6 +24,9 @@ from diloco_cli.spec.rules import Path, dotted
 DEEPEST = 16
 """Levels of nesting; the spec itself needs five."""
 
+YamlMapping = dict[str, Any]
+"""A mapping as plain data."""
+
 _WHOLE = re.compile(r"[-+]?[0-9]+(_[0-9]+)*|0x[0-9a-fA-F]+")
 _BROKEN = re.compile(r"[-+]?([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
@@ -78,22 +81,22 @@ def read(text: str, file: str) -> Document:
     except _TooDeep:
         document.broken = True
     except yaml.MarkedYAMLError as error:
-        said = " ".join(part for part in (error.context, error.problem) if part)
+        message = " ".join(part for part in (error.context, error.problem) if part)
         mark = builder.mark(error.problem_mark or error.context_mark)
-        flaw = _tab(text, error, file) or YamlFlaw((), mark, f"is not YAML: {said}")
+        flaw = _tab(text, error, file) or YamlFlaw((), mark, f"is not YAML: {message}")
         document.flaws.append(flaw)
         document.broken = True
     except yaml.reader.ReaderError as error:
         # libyaml counts bytes, PyYAML characters; so neither is asked where it was.
-        found = yaml.reader.Reader.NON_PRINTABLE.search(text)
-        before = text[: found.start() if found else 0].split("\n")
+        unprintable = yaml.reader.Reader.NON_PRINTABLE.search(text)
+        before = text[: unprintable.start() if unprintable else 0].split("\n")
         mark = SourcePosition(file, len(before), len(before[-1]) + 1)
-        said = (
-            f"is not YAML: it holds the control character {found.group()!r}"
-            if found
+        message = (
+            f"is not YAML: it holds the control character {unprintable.group()!r}"
+            if unprintable
             else str(error)
         )
-        document.flaws.append(YamlFlaw((), mark, said))
+        document.flaws.append(YamlFlaw((), mark, message))
         document.broken = True
     return document
 
@@ -173,17 +176,17 @@ class _Builder:
             self.flaw(path, event, f"is nested more than {DEEPEST} levels deep", "Flatten it.")
             raise _TooDeep
         if isinstance(event, yaml.AliasEvent):
-            said = f"uses the alias *{event.anchor}; aliases are not read"
-            self.flaw(path, event, said, "Write the value out.")
+            message = f"uses the alias *{event.anchor}; aliases are not read"
+            self.flaw(path, event, message, "Write the value out.")
             self.document.unread.append(path)
             return None
         if event.anchor:
-            said = f"has the anchor &{event.anchor}; anchors are not read"
-            self.flaw(path, event, said, "Remove it and write values out where they are used.")
+            message = f"has the anchor &{event.anchor}; anchors are not read"
+            self.flaw(path, event, message, "Remove it and write values out where they are used.")
         if event.tag:
-            said = f"has the YAML tag {event.tag}; tags are not read"
+            message = f"has the YAML tag {event.tag}; tags are not read"
             self.flaw(
-                path, event, said, "Remove the tag; put text that looks like a number in quotes."
+                path, event, message, "Remove the tag; put text that looks like a number in quotes."
             )
         if isinstance(event, yaml.ScalarEvent):
             return event.value if event.style else scalar(event.value)
@@ -197,8 +200,8 @@ class _Builder:
             items.append(self.value(event, events, (*path, len(items))))
         return items
 
-    def mapping(self, events: Iterator[Any], path: Path) -> dict[str, Any]:
-        entries: dict[str, Any] = {}
+    def mapping(self, events: Iterator[Any], path: Path) -> YamlMapping:
+        entries: YamlMapping = {}
         while not isinstance(event := next(events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent):
                 self.flaw(path, event, "has a key that is not a word", "Keys are plain words.")
@@ -208,8 +211,8 @@ class _Builder:
             inside = (*path, event.value)
             if event.value in entries:
                 first = self.document.keys[inside].line
-                said = f"is given twice; the first is on line {first}"
-                self.flaw(inside, event, said, f"Keep one {dotted(inside)}.")
+                message = f"is given twice; the first is on line {first}"
+                self.flaw(inside, event, message, f"Keep one {dotted(inside)}.")
                 _skip(next(events), events)
                 continue
             self.document.keys[inside] = self.mark(event.start_mark)

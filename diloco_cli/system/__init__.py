@@ -6,5 +6,6 @@ logs.py           what the processes of a run log: one line to stderr, as text o
 malloc.py      glibc malloc: a trainer keeps freed memory, a server returns it
 process_end.py    how did a process end? Its exit code in words, the last error of its log
 locks.py          a lock file that names its holder
+threads.py        how does a coroutine wait for work in a thread, which cannot be cancelled?
 wakeup.py         wake a waiting thread: from a thread, a signal handler, or a pipe
 """

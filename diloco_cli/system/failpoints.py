@@ -1,9 +1,9 @@
-"""Places where a test may let the server die, stall or fail; nothing happens there otherwise.
+"""Places where a test may let a process die, stall or fail; nothing happens there otherwise.
 
 `reach(NAME)` stands after every step between the first byte of a contribution and the
 version that contains it. Unarmed it costs one look at an empty table. `arm` is called with
-`NAME=ACTION` by whoever starts the process (`diloco serve --failpoint`, hidden), never from
-the environment:
+`NAME=ACTION` by whoever starts the process (`diloco serve --failpoint`, `diloco work
+--failpoint`, hidden), never from the environment:
 
     kill          SIGKILL to this very process, as the kernel would do it
     stall:2.5     a slow disk
@@ -29,6 +29,7 @@ POINTS = {
     "journal.written": "records are in the page cache",
     "journal.flushed": "records are durable, nobody was told",
     "reply.ready": "a contribution is accepted for good, its sender not told",
+    "amendment.recorded": "an amendment has its place, in memory, and is in force",
     "round.closed": "a round has its members",
     "merge.done": "the next version exists in memory",
     "version.written": "a file of the version is written",
@@ -48,7 +49,21 @@ POINTS = {
     "start.replayed": "a start has read the journal and the newest versions",
     "start.swept": "a start has removed what no record speaks of",
 }
-"""Every place, and what is true there."""
+"""Every place in the server, and what is true there."""
+
+REGION_POINTS = {
+    "terms.heard": "an agent has newer terms on its disk, its trainer works under older ones",
+    "hosts.met": "a follower of every host is there, their devices are not one yet",
+    "order.sent": "the followers know of an inner step that the lead has not begun",
+    "held.sent": "the followers know of a frame that the lead has not begun",
+    "adopt.sent": "the followers know of an adoption that the lead has not begun",
+    "snapshot.sent": "the followers know of a snapshot that the lead has not begun",
+    "vector.kept": "every host has its share of a vector, nobody uses it yet",
+    "follower.joined": "a follower's devices are part of the mesh",
+    "order.heard": "a follower has heard an order and not obeyed",
+}
+"""Every place in a region's agent, in its trainer and in a follower; the last two are those of
+several hosts only."""
 
 
 @dataclass(slots=True)
@@ -67,8 +82,9 @@ def arm(orders: str) -> None:
         action, _, count = rest.partition("@")
         kind, _, detail = action.partition(":")
         known = {"kill": detail == "", "stall": bool(detail), "error": hasattr(errno, detail)}
-        if name not in POINTS or not known.get(kind):
-            raise ValueError(f"{order!r} is no failpoint; they are {', '.join(POINTS)}")
+        points = {**POINTS, **REGION_POINTS}
+        if name not in points or not known.get(kind):
+            raise ValueError(f"{order!r} is no failpoint; they are {', '.join(points)}")
         _armed[name] = _Trap(action, int(count or 1))
 
 

@@ -187,14 +187,14 @@ def in_chunks(
 ) -> Iterator[T]:
     """Does the work for every chunk of `size` values; a NotFinite names its place in the whole."""
 
-    def one(place: int) -> T:
+    def work_on(place: int) -> T:
         span = span_of(place, size)
         try:
             return work(place, span)
         except NotFinite as error:
             raise NotFinite(error.value, span.start + error.index) from None
 
-    return spread(one, -(-size // CHUNK), threads)
+    return spread(work_on, -(-size // CHUNK), threads)
 
 
 def hands(size: int, threads: int | None) -> int | None:

@@ -232,8 +232,8 @@ def pack_bodies(
     codec = codecs.build(header.codec)
     spans = [span_of(place, header.size) for place in range(-(-header.size // CHUNK))]
     expected = [codec.body_size(span.stop - span.start) for span in spans]
-    if (found := [memoryview(body).nbytes for body in bodies]) != expected:
-        raise ValueError(f"the bodies have {found} bytes where {expected} belong")
+    if (actual := [memoryview(body).nbytes for body in bodies]) != expected:
+        raise ValueError(f"the bodies have {actual} bytes where {expected} belong")
     _check_level(level)
     chunks = spread(
         lambda place: tools.compressor(level).compress(bodies[place]), len(bodies), threads

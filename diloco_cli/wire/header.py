@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from diloco_cli.errors import RegistryError, WireError
 from diloco_cli.wire.codecs.protocol import Codec, codecs
-from diloco_cli.wire.messages import fault
+from diloco_cli.wire.messages import JsonObject, fault
 
 MOST_HEADER_BYTES = 1 << 20
 """The merged map grows with the number of regions; a mebibyte is room for nine thousand."""
@@ -50,7 +50,7 @@ class Header:
     size: Annotated[int, Field(ge=1, le=2**40)]
     """Values in the whole frame."""
 
-    codec: dict[str, Any]
+    codec: JsonObject
     """The codec's kind and options, for example `{"kind": "int4", "block": 512}`."""
 
     base: Count

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlencode
 
 from pydantic import (
@@ -19,8 +19,11 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    model_validator,
 )
 
+from diloco_cli.core.budget import MOST_TOKENS
+from diloco_cli.core.lanes import MOST_LANES
 from diloco_cli.errors import WireError
 from diloco_cli.validation import in_words
 
@@ -43,13 +46,16 @@ FATES: tuple[Fate, ...] = ("pending", "merged", "returned", "refused", "foreign"
 Count = Annotated[int, Field(strict=True, ge=0, le=2**53 - 1)]
 Version = Annotated[int, Field(strict=True, ge=-1, le=2**53 - 1)]
 """A fragment's version; −1 means none yet."""
-Amount = Annotated[float, Field(strict=True, ge=-1.0, le=2**53 - 1)]
+Amount = Annotated[float, Field(strict=True, ge=-1.0, le=MOST_TOKENS)]
 """Tokens or steps: never below zero, but for what rounding leaves of a difference."""
 Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9)]
 Number = Annotated[float, Field(strict=True)]
+Progress = Annotated[float, Field(strict=True, ge=0, le=1)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(max_length=1000)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+JsonObject = dict[str, Any]
+"""Keys and values as JSON has them."""
 VectorDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
@@ -93,10 +99,83 @@ def fault(error: ValidationError, *, known: list[str] | None = None) -> str:
     return f"`{key}` {message}" if key else message
 
 
-def _plain(found: dict[str, Any]) -> dict[str, Any]:
+def _plain(value: JsonObject) -> JsonObject:
     # NaN could be read, but not be written down again: JSON has no word for it.
-    json.dumps(found, allow_nan=False)
-    return found
+    json.dumps(value, allow_nan=False)
+    return value
+
+
+PlainJson = Annotated[JsonObject, AfterValidator(_plain)]
+
+
+class Changes(Message):
+    """What an amendment changes."""
+
+    set: PlainJson = {}
+    """By dotted key, as in `sync.quorum`; null takes a key back to its default."""
+    add: tuple[PlainJson, ...] = ()
+    """Regions, as the spec lists them."""
+    remove: tuple[Text, ...] = ()
+    """Names of regions."""
+    repace: tuple[Text, ...] = ()
+    """Names of regions whose pace is learnt anew."""
+
+
+class Amend(Changes, Request):
+    """POST /v1/amendments: a change of a run that has begun."""
+
+    id: Id
+    """Drawn once for each command: the same request again is answered, not made again."""
+    after: Count | None = None
+    """Number of the terms that the change was made for; the newest when left out."""
+    why: Text = ""
+    undo: Count | None = None
+    """Take this amendment back, instead of `set`, `add`, `remove` and `repace`."""
+    sure: Flag = False
+    """Make it although it ends the run."""
+    dry_run: Flag = False
+    """Only say what it would change, and when."""
+
+
+class Amendment(Changes):
+    """A change of the run that is on record."""
+
+    number: Count
+    id: Id
+    by: Text = ""
+    why: Text = ""
+    time: float | None = None
+    """Seconds since 1970."""
+    reopens: Flag = False
+
+
+class AmendedKey(Message):
+    """One key that an amendment changes, and when that takes effect."""
+
+    key: str
+    before: Any = None
+    after: Any = None
+    when: str
+
+
+class Amended(Message):
+    """What became of an amendment."""
+
+    terms: Count
+    """Number of the newest terms."""
+    changes: tuple[AmendedKey, ...] = ()
+    recorded: Flag = False
+    """It had been made before."""
+    reopens: Flag = False
+    ends: Flag = False
+    """The budget is used up under these terms."""
+
+
+class Amendments(Message):
+    """GET /v1/amendments."""
+
+    terms: Count
+    amendments: tuple[Amendment, ...]
 
 
 class Run(Message):
@@ -111,7 +190,62 @@ class Run(Message):
     fragments: tuple[Annotated[int, Field(strict=True, ge=1, le=2**40)], ...]
     """Size of each fragment."""
     lease_seconds: Seconds
-    settings: Annotated[dict[str, Any], AfterValidator(_plain)]
+    settings: PlainJson
+    """What every region shares under the newest terms."""
+    digests: tuple[Digest, ...] = ()
+    """Of the shared settings of every terms the run has had; a region may come with any."""
+    amendments: tuple[Amendment, ...] = ()
+    """In order; the n-th leads to terms n."""
+    was: tuple[Id, ...] = ()
+    """Runs that this one replaced before they had trained anything: their regions begin anew."""
+
+
+LaneNumber = Annotated[int, Field(strict=True, ge=0, lt=MOST_LANES)]
+LaneCount = Annotated[int, Field(strict=True, ge=1, le=MOST_LANES)]
+LanePositions = Annotated[dict[LaneNumber, tuple[Count, Count]], Field(max_length=MOST_LANES)]
+"""By lane: under which grant, and the first position that is not read."""
+
+
+class TextOrder(Request):
+    """How a region reads which text; equal digests mean that they divide it."""
+
+    digest: VectorDigest
+    settings: VectorDigest
+    """Equal where only the files differ."""
+    tokens: Count
+    """Of the training part."""
+    windows: Count
+    """In one epoch."""
+    sequence: Annotated[int, Field(strict=True, ge=1, le=2**40)]
+    lanes: LaneCount
+
+    @model_validator(mode="after")
+    def _every_lane_has_windows(self) -> Self:
+        if self.windows < self.lanes:
+            raise ValueError(f"has {self.windows} windows for {self.lanes} lanes")
+        return self
+
+
+class TextCursor(Request):
+    """Where a region's reading stands."""
+
+    order: TextOrder
+    count: LaneCount
+    """Lanes of the order as the region knows it."""
+    lanes: LanePositions
+    released: LanePositions = {}
+    """Given up by a checkpoint that is durable."""
+
+
+class LaneAssignment(Message):
+    """What a region reads, as the server has it on record."""
+
+    order: VectorDigest
+    count: LaneCount
+    lanes: LanePositions
+    """All that the region owns, and from where each is read."""
+    asked: tuple[LaneNumber, ...] = ()
+    """Those of them that it should give up."""
 
 
 class Join(Request):
@@ -121,7 +255,12 @@ class Join(Request):
     """How often an agent was started on that folder."""
     spec_digest: Digest
     layout_digest: Digest
+    order: TextOrder | None = None
+    """None if the text cannot be read here."""
     wire: Count = WIRE_VERSION
+    key: Id | None = None
+    """Random, of the region's folder. Where anybody may join, the first who comes under a name
+    has it, and later joins must show the same key."""
 
 
 class Decided(Message):
@@ -142,11 +281,23 @@ class News(Message):
     fates: dict[Count, Decided]
     end: Flag
     """Make no more inner steps; contribute what is held."""
+    ended: Count = 0
+    """Number of the record that called the end, for a drained region to name; 0 before."""
+    until: Amount | None = None
+    """Make no inner step once this region has trained so many tokens; None says nothing new."""
     finished: Flag
     stop: Flag
     evaluate: Flag
     """This region evaluates the held-out loss of the global weights."""
     lease_seconds: Seconds
+    terms: Count = 0
+    """Number of the newest terms; `GET /v1/run` has the amendments that lead to them."""
+    progress: Progress | None = None
+    """Tokens of the run, trained by anybody ÷ its budget; None says nothing new."""
+    every: Count = 0
+    """Inner steps between two exchanges of one fragment, under the newest terms."""
+    lanes: LaneAssignment | None = None
+    """None while the server does not know which text the region reads."""
     mend: dict[Count, VectorDigest] = {}
     """Digests this region reported and the server never published: fetch those fragments whole."""
 
@@ -194,12 +345,20 @@ class TrainerProgress(Request):
 
     step: Count
     training: Flag
-    drained: Flag
+    ended: Count
+    """Number of the end that it was drained after: it holds nothing any more; 0 if it may."""
     fragments: tuple[FragmentProgress, ...]
     tokens: Tokens
     loss: Annotated[Number | None, BeforeValidator(_known)] = None
     """Of the last inner step; none that is not finite, so that a diverging region stays heard."""
     tokens_per_second: Annotated[float, Field(strict=True, ge=0)] = 0.0
+    devices: Annotated[int, Field(strict=True, ge=1)] = 1
+    tflops: Annotated[float, Field(strict=True, ge=0)] | None = None
+    """Tera-operations per second of one device, from the shapes of the model."""
+    mfu: Annotated[float, Field(strict=True, ge=0)] | None = None
+    """Share of what a device of this kind can do at best; none of a kind that is not known."""
+    device_memory: Count | None = None
+    """Bytes in use on the fullest device; none where devices do not say."""
     step_seconds: Seconds = 0.0
     worked: Seconds = 0.0
     """In inner steps, since the region began."""
@@ -211,6 +370,7 @@ class TrainerProgress(Request):
     """Tokens per second when nothing is wrong."""
     why: Text = ""
     heldout: HeldOut | None = None
+    reading: TextCursor | None = None
 
     @classmethod
     def none(cls, fragments: int) -> TrainerProgress:
@@ -219,7 +379,7 @@ class TrainerProgress(Request):
         return cls(
             step=0,
             training=False,
-            drained=False,
+            ended=0,
             fragments=(FragmentProgress(version=-1, steps=0.0),) * fragments,
             tokens=Tokens(
                 trained=zeros, applied=zeros, pending=zeros, refused=zeros, discarded=zeros
@@ -229,8 +389,16 @@ class TrainerProgress(Request):
 
 class Heartbeat(TrainerProgress):
     epoch: Count
+    n: Count = 0
+    """Counts the heartbeats of an epoch; one that comes after a later one only renews the lease."""
+    until: Amount | None = None
+    """How far the region may train, as its agent was last told."""
     stopping: Flag
+    retiring: Flag = False
+    """It trains no more and leaves for good when what it holds is merged; with `stopping`, now."""
     restarts: Count = 0
+    terms: Count = 0
+    """Number of the terms that the region's trainer works under."""
     images: dict[Count, Holding] = {}
     """What the region's agent has of each fragment; none of what it does not have yet."""
     mended: Count = 0
@@ -246,10 +414,10 @@ def parse_heartbeat(data: bytes, *, fragments: int) -> Heartbeat:
     }
     if heartbeat.heldout:
         lists["heldout.versions"] = heartbeat.heldout.versions
-    for key, found in lists.items():
-        if len(found) != fragments:
+    for key, entries in lists.items():
+        if len(entries) != fragments:
             raise WireError(
-                f"The heartbeat is wrong: `{key}` has {len(found)} entries, "
+                f"The heartbeat is wrong: `{key}` has {len(entries)} entries, "
                 f"the run has {fragments} fragments.",
                 hint="Was the worker started with this run's spec?",
             )
@@ -283,6 +451,13 @@ class Answer(Message):
     """The server had decided before and says so again."""
 
 
+class Stopping(Message):
+    """POST /v1/stop: the run is being stopped."""
+
+    state: Text
+    run: Text = ""
+
+
 class Having(Message):
     """GET …/parts: what the server has of a frame."""
 
@@ -292,7 +467,9 @@ class Having(Message):
     """The frame needs no more bytes: its fate is on record."""
 
 
-def error_body(code: str, message: str, hint: str | None = None, **beside: Any) -> dict[str, Any]:
+def error_body(
+    code: str, message: str, hint: str | None = None, **beside: object
+) -> dict[str, object]:
     """Builds the body of an error; `beside` are the keys next to `error`."""
     return {"error": {"code": code, "message": message, "hint": hint}, **beside}
 
@@ -305,11 +482,11 @@ class Refusal(BaseModel):
     hint: str | None = None
 
 
-def parse_error(data: bytes) -> tuple[Refusal, dict[str, Any]] | None:
+def parse_error(data: bytes) -> tuple[Refusal, JsonObject] | None:
     """Reads (error, keys beside it), or None when these bytes are not an error of ours."""
     try:
-        found = json.loads(data)
-        return Refusal.model_validate(found.pop("error")), found
+        document = json.loads(data)
+        return Refusal.model_validate(document.pop("error")), document
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None
 
@@ -319,16 +496,18 @@ def parse_error(data: bytes) -> tuple[Refusal, dict[str, Any]] | None:
 RUN = "/v1/run"
 STATUS = "/v1/status"
 STOP = "/v1/stop"
+AMENDMENTS = "/v1/amendments"
 EVENTS = "/v1/events"
+HISTORY = "/v1/history"
 WEIGHTS = "/v1/weights"
 JOIN = "/v1/regions/{region}/join"
 HEARTBEAT = "/v1/regions/{region}/heartbeat"
 CALLS = "/v1/regions/{region}/calls"
-CONTRIBUTION = "/v1/fragments/{fragment:int}/contributions/{region}/{base:int}-{clock:int}"
+CONTRIBUTION = "/v1/fragments/{fragment:number}/contributions/{region}/{base:number}-{clock:number}"
 PARTS = f"{CONTRIBUTION}/parts"
-PART = f"{PARTS}/{{start:int}}"
-FRAGMENT = "/v1/fragments/{fragment:int}"
-VERSION = "/v1/fragments/{fragment:int}/versions/{version:int}"
+PART = f"{PARTS}/{{start:number}}"
+FRAGMENT = "/v1/fragments/{fragment:number}"
+VERSION = "/v1/fragments/{fragment:number}/versions/{version:number}"
 
 
 def join_path(region: str) -> str:
@@ -375,5 +554,6 @@ def version_path(fragment: int, version: int, *, since: int | None = None) -> st
     return path if since is None else f"{path}?from={since}"
 
 
-def weights_path(version: int | None = None) -> str:
-    return WEIGHTS if version is None else f"{WEIGHTS}?version={version}"
+def weights_path(version: int | None = None, *, ema: bool = False) -> str:
+    asked = {"version": version} if version is not None else {"ema": 1} if ema else {}
+    return f"{WEIGHTS}?{urlencode(asked)}" if asked else WEIGHTS

@@ -5,7 +5,16 @@
     image/F            agent     whole published weights of F as of its newest version; durable
     fate/F.json        agent     what the server said about the frame in the outbox; may be lost
     calls.json         agent     the server's newest news; may be lost
+    terms.json         agent     amendments of the run; durable before the trainer may follow
+    spec.yaml          agent     what the trainer trains by: the region's own file with the
+                                 amendments over it; durable before the trainer starts
+    lanes.json         agent     which lanes of the text are this region's; durable before the
+                                 trainer follows
+    ready.json         agent     that a trainer that is not ours may join, and under which terms;
+                                 there only while the agent is
     progress.json      trainer   how far it has come, for heartbeats; may be lost
+    profile.json       command   asks the trainer for a trace of its next steps; taken once
+    profiled.json      trainer   what became of the trace that was asked for last
     checkpoint         trainer   see `resume`
     slow               chaos     how many times as long a step takes; there only while it does
     lock, trainer.lock           one agent and one trainer at a time
@@ -22,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,10 +46,17 @@ from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.system.files import keep_bytes
 from diloco_cli.system.locks import Busy, FileLock
 from diloco_cli.wire.frame import Frame, open_frame
-from diloco_cli.wire.messages import News, TrainerProgress
+from diloco_cli.wire.messages import Amendments, LaneAssignment, News, TrainerProgress
 
 TRAINER_LOCK = "trainer.lock"
 SLOW = "slow"
+FINISHED = "the run is finished"
+"""Why a trainer leaves at the end of the run, in its last report after `stopped: `."""
+STARTING = "before its first step"
+"""What a trainer that is not ours reports until it has made one."""
+MAIL = ("outbox", "image", "fate")
+CLEAR_SECONDS = 60.0
+"""For a trainer that was sent away to write its last checkpoint."""
 
 Stamp = tuple[int, int, int]
 """Changes whenever a file is replaced: inode, time, size."""
@@ -55,6 +72,22 @@ class FolderOwner:
     """Empty until the first join."""
     high: int = -1
     """Largest clock the server had decided for the region at the last join."""
+    key: str = ""
+    """Shown at every join: where anybody may join, the name belongs to whoever has it."""
+    region: str = ""
+    """The region it spoke for when an agent was last started on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReady:
+    """Everything a trainer that is not ours needs is in the folder."""
+
+    agent: int
+    """The agent's process."""
+    terms: int
+    """Number of the terms that spec.yaml is of."""
+    cores: tuple[int, ...] = ()
+    """Those it should keep to; all if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +97,8 @@ class Fate:
     digest: str
     fate: str
     why: str = ""
+    forgotten: bool = False
+    """The server has nothing of this region on record any more."""
 
 
 @dataclass(frozen=True)
@@ -78,21 +113,48 @@ class Image:
     weights: np.ndarray = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileRequest:
+    """Asks a trainer for a trace of its next steps."""
+
+    id: str
+    steps: int
+    folder: str
+    """Where the trace goes; absolute."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileAnswer:
+    """What became of a trace."""
+
+    id: str
+    steps: int
+    """How many are in it; fewer than were asked for if the trainer left meanwhile."""
+    error: str = ""
+
+
 class Mailbox:
     """One region's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.checkpoint = folder / "checkpoint.safetensors"
+        self.checkpoints = folder / "checkpoints"
         self.calls_file = folder / "calls.json"
+        self.lanes_file = folder / "lanes.json"
         self.progress_file = folder / "progress.json"
+        self.profile_file = folder / "profile.json"
+        self.profiled_file = folder / "profiled.json"
+        self.terms_file = folder / "terms.json"
+        self.spec_file = folder / "spec.yaml"
         self.trainer_file = folder / "trainer.json"
+        self.ready_file = folder / "ready.json"
         self.trainer_fifo, self.agent_fifo = folder / "trainer.bell", folder / "agent.bell"
 
     def prepare(self) -> None:
         """Makes the folders."""
         try:
-            for name in ("outbox", "image", "fate"):
+            for name in MAIL:
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(
@@ -107,11 +169,18 @@ class Mailbox:
 
     def remove_fifos(self) -> None:
         """A folder where nobody works holds files only; call it under the lock."""
-        _remove((self.trainer_fifo, self.agent_fifo))
+        _remove((self.trainer_fifo, self.agent_fifo, self.ready_file))
 
     def clear_agent_drafts(self) -> None:
         """Removes what an agent that died left half written; call it under the lock."""
-        for name in ("identity.json", "calls.json"):
+        for name in (
+            "identity.json",
+            "calls.json",
+            "lanes.json",
+            "terms.json",
+            "spec.yaml",
+            "ready.json",
+        ):
             _remove(self.folder.glob(f".{name}.*.draft"))
         for folder in ("image", "fate"):
             _remove((self.folder / folder).glob(".*"))
@@ -121,12 +190,29 @@ class Mailbox:
         for pattern in (
             ".progress.json.*.draft",
             ".trainer.json.*.draft",
+            ".profiled.json.*.draft",
             ".checkpoint*",
             "checkpoint*.draft",
             ".tmp*",
         ):
             _remove(self.folder.glob(pattern))
         _remove((self.folder / "outbox").glob(".*"))
+
+    def clear(self) -> None:
+        """Removes all that was of a run, but not who the folder is; call it under the lock."""
+        with self.locked(TRAINER_LOCK, seconds=CLEAR_SECONDS):
+            lasting = {"lock", TRAINER_LOCK, "identity.json", SLOW}
+            lasting |= {self.trainer_fifo.name, self.agent_fifo.name}
+            mail = [path for name in MAIL for path in (self.folder / name).iterdir()]
+            own = [path for path in self.folder.iterdir() if path.name not in lasting]
+            for path in [*mail, *(path for path in own if not path.is_dir())]:
+                path.unlink(missing_ok=True)
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def clear_outbox(self) -> None:
+        """Removes what was posted; call it under the lock."""
+        with self.locked(TRAINER_LOCK, seconds=CLEAR_SECONDS):
+            _remove((self.folder / "outbox").iterdir())
 
     def outbox_file(self, fragment: int) -> Path:
         return self.folder / "outbox" / f"{fragment}.frame"
@@ -226,6 +312,49 @@ class Mailbox:
     def write_calls(self, news: News) -> None:
         keep_bytes(self.calls_file, news.body(), durable=False)
 
+    def terms(self) -> Amendments:
+        """Reads the amendments that the region has heard of; none before the first."""
+        try:
+            return Amendments.model_validate_json(self.terms_file.read_bytes())
+        except FileNotFoundError:
+            return Amendments(terms=0, amendments=())
+        except ValidationError as error:
+            raise StoreError(
+                f"{self.terms_file} is damaged: {error.errors()[0]['msg']}.",
+                hint="Delete it; the region learns them again from the server.",
+            ) from None
+
+    def write_terms(self, terms: Amendments) -> None:
+        keep_bytes(self.terms_file, terms.body())
+
+    def write_spec(self, text: str) -> None:
+        keep_bytes(self.spec_file, text.encode())
+
+    def ready(self) -> AgentReady | None:
+        """Says whether an agent is here and a trainer may join; None while it may not."""
+        found = _read_json(self.ready_file)
+        if found is None or FileLock(self.folder / "lock").holder() != str(found.get("agent")):
+            return None
+        return AgentReady(found["agent"], found["terms"], tuple(found["cores"]))
+
+    def write_ready(self, ready: AgentReady) -> None:
+        keep_bytes(self.ready_file, _json(asdict(ready)), durable=False)
+
+    def lanes(self) -> LaneAssignment | None:
+        """Reads which lanes of the text are this region's; None before the first."""
+        try:
+            return LaneAssignment.model_validate_json(self.lanes_file.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise StoreError(
+                f"{self.lanes_file} is damaged: {error.errors()[0]['msg']}.",
+                hint="Delete it; the region asks the server again.",
+            ) from None
+
+    def write_lanes(self, lanes: LaneAssignment) -> None:
+        keep_bytes(self.lanes_file, lanes.body())
+
     def progress(self) -> TrainerProgress | None:
         """Reads the trainer's newest report; None before the first."""
         try:
@@ -236,6 +365,28 @@ class Mailbox:
     def write_progress(self, progress: TrainerProgress) -> None:
         data = _json(progress.model_dump(mode="json"))
         keep_bytes(self.progress_file, data, durable=False)
+
+    def ask_for_profile(self, request: ProfileRequest) -> None:
+        keep_bytes(self.profile_file, _json(asdict(request)), durable=False)
+
+    def withdraw_profile(self) -> None:
+        """Asks no more; a trace that was begun is finished all the same."""
+        self.profile_file.unlink(missing_ok=True)
+
+    def take_profile_request(self) -> ProfileRequest | None:
+        """Takes what is asked for, so that nobody else answers it; None for nothing."""
+        found = _read_json(self.profile_file)
+        self.withdraw_profile()
+        with contextlib.suppress(TypeError):
+            return ProfileRequest(**found) if found else None
+        return None
+
+    def answer_profile(self, answer: ProfileAnswer) -> None:
+        keep_bytes(self.profiled_file, _json(asdict(answer)), durable=False)
+
+    def profile_answer(self) -> ProfileAnswer | None:
+        found = _read_json(self.profiled_file)
+        return ProfileAnswer(**found) if found else None
 
     def trainer_lock_holder(self) -> int | None:
         """Says which process trains here; None when there is none."""

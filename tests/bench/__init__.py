@@ -1,0 +1,1 @@
+"""Benchmarks measure what they say, on small models."""

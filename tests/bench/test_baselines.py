@@ -38,20 +38,22 @@ def spec_of(folder: Path, *regions: str, step_seconds: float = 0.05, **inner: An
     return spec.model_copy(update={"chaos": ChaosSpec(step_seconds=step_seconds)})
 
 
-def moments(hub: Any, what: str, region: str) -> list[float]:
-    return [at for at, which, name, _ in list(hub.news) if (which, name) == (what, region)]
+def moments(reducer: Any, what: str, region: str) -> list[float]:
+    return [at for at, which, name, _ in list(reducer.news) if (which, name) == (what, region)]
 
 
 def trained_alone(spec: RunSpec, regions: list[str], steps: int) -> dict[str, np.ndarray]:
     """One process with everybody's batches in one, which is what all together must equal."""
+    from diloco_cli.bench.baselines.member import place_of
     from diloco_cli.worker.trainer.task import prepare
 
     tasks = [prepare(spec, region) for region in regions]
     engine = tasks[0].step.engine()
     engine.load(tasks[0].model.init(spec.seed), None)
-    cursors = [task.stream.start() for task in tasks]
+    texts = [task.stream.part(*place_of(spec, task.region)) for task in tasks]
+    cursors = [text.start() for text in texts]
     for _ in range(steps):
-        read = [task.stream.batch(at) for task, at in zip(tasks, cursors, strict=True)]
+        read = [text.batch(at) for text, at in zip(texts, cursors, strict=True)]
         cursors = [cursor for _, cursor in read]
         engine.step(np.concatenate([rows for rows, _ in read]))
     return engine.snapshot().params
@@ -62,15 +64,15 @@ def test_rigid_goes_back_to_the_checkpoint_and_repeats_what_was_lost(tmp_path: P
     killed: list[int] = []
     news: list[Any] = []
 
-    def until(hub: Any) -> bool:
+    def until(reducer: Any) -> bool:
         """Kills once eight steps are made, of which only the first is in the checkpoint."""
-        news[:] = hub.news
-        if not killed and hub.step >= 8 and hub.took:
-            killed.append(hub.step)
-            os.kill(hub.seats["tokyo"].hello["pid"], signal.SIGKILL)
-        return len(moments(hub, "stepped", "tokyo")) == 2 and hub.step >= 6
+        news[:] = reducer.news
+        if not killed and reducer.step >= 8 and reducer.took:
+            killed.append(reducer.step)
+            os.kill(reducer.members["tokyo"].hello["pid"], signal.SIGKILL)
+        return len(moments(reducer, "stepped", "tokyo")) == 2 and reducer.step >= 6
 
-    record = run_parallel(
+    record: Any = run_parallel(
         spec,
         [],
         tmp_path / "run",
@@ -101,15 +103,15 @@ def test_rigid_goes_back_to_the_checkpoint_and_repeats_what_was_lost(tmp_path: P
 def test_elastic_goes_on_without_the_dead_and_takes_it_in_again(tmp_path: Path):
     spec = spec_of(tmp_path, "paris", "tokyo")
 
-    def until(hub: Any) -> bool:
-        back = [at for at in moments(hub, "stepped", "tokyo") if at > died(hub)]
-        later = [one for one in hub.ledger.counted if back and one.at + hub.t0 > back[0]]
+    def until(reducer: Any) -> bool:
+        back = [at for at in moments(reducer, "stepped", "tokyo") if at > died(reducer)]
+        later = [one for one in reducer.accounts.counted if back and one.at + reducer.t0 > back[0]]
         return len(later) >= 4
 
-    def died(hub: Any) -> float:
-        return min(moments(hub, "lost", "tokyo"), default=float("inf"))
+    def died(reducer: Any) -> float:
+        return min(moments(reducer, "lost", "tokyo"), default=float("inf"))
 
-    record = run_parallel(
+    record: Any = run_parallel(
         spec,
         [Fault(0.1, "kill-trainer", "tokyo"), Fault(0.2, "kill-server")],
         tmp_path / "run",

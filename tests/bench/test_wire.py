@@ -5,7 +5,7 @@ import pytest
 
 from diloco_cli.bench import wire
 from diloco_cli.bench.support.numpy_merge import MergeRound, decoded, fused_merge, plain_merge
-from diloco_cli.bench.wire import figure, merge_figures, size_figures, student, wire_figures
+from diloco_cli.bench.wire import merge_figures, size_figures, student, wire_figures
 from diloco_cli.errors import SpecError
 from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import open_frame, pack
@@ -17,8 +17,8 @@ CODEC = {"kind": "int4", "block": 512}
 def test_speed_size_and_error_of_every_kind_are_measured(monkeypatch):
     monkeypatch.setattr(wire, "merge_figures", lambda tries: [])
     figures = wire_figures(tries=1, parameters=1 << 18, train=False)
-    assert all(KEYS <= set(each) <= KEYS | {"better"} for each in figures)
-    named = [each["name"] for each in figures]
+    assert all(KEYS <= set(each.plain()) <= KEYS | {"better"} for each in figures)
+    named = [each.name for each in figures]
     assert len(named) == len(set(named)) and "encode / memcpy" in named
     for kind in codecs.kinds():
         assert {f"{kind} up", f"{kind} up, error"} <= set(named)
@@ -28,16 +28,8 @@ def test_speed_size_and_error_of_every_kind_are_measured(monkeypatch):
 def test_random_numbers_that_look_like_it_meet_the_goals(kind):
     bits, error = wire.MOST_BITS[kind], wire.MOST_ERROR[kind]
     figures = size_figures("up", {"kind": kind}, [student(1 << 18)], bits, error)
-    assert [each["met"] for each in figures] == [True, True]
-    assert 0.9 < figures[0]["ratio"] < 2.2  # Nothing beats the bound of a Gaussian by far.
-
-
-def test_a_goal_is_for_the_ratio_unless_lower_is_better():
-    assert figure("speed", 6.0, "GB/s", 10.0, 0.5)["met"] is True
-    assert figure("speed", 4.0, "GB/s", 10.0, 0.5)["met"] is False
-    assert figure("bits", 3.2, "bits", 2.8, 3.3, lower=True)["met"] is True
-    assert figure("bits", 3.4, "bits", 2.8, 3.3, lower=True)["met"] is False
-    assert figure("other", 3.4, "bits", 2.8, None)["met"] is None
+    assert [each.met for each in figures] == [True, True]
+    assert 0.9 < (figures[0].ratio or 0.0) < 2.2  # Nothing beats the bound of a Gaussian by far.
 
 
 def test_both_merges_compute_the_same():
@@ -54,7 +46,7 @@ def test_both_merges_compute_the_same():
 
 def test_a_merge_is_measured_beside_numpy():
     (found,) = merge_figures(1, regions=2, size=50_000)
-    assert found["value"] > 0 and found["goal"] == 4.5 and found["name"] == "merge of 2 / numpy"
+    assert found.value > 0 and found.goal == 4.5 and found.name == "merge of 2 / numpy"
 
 
 def test_a_vector_of_ones_own_can_be_measured(tmp_path):

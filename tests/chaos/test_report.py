@@ -46,7 +46,7 @@ def struck(at: float, kind: str = "kill-trainer", skipped: str = "") -> Inflicte
 
 def record(
     events: list[Event], faults: list[InflictedFault] | None = None, rate: float | None = 1536.0
-):
+) -> Any:
     span = Span(BEGAN, 100.0, status(10_000, 6_000, 4_000), status(150_000, 130_000, 20_000))
     return aftermath(spec(), span, faults or [], events, rate=rate)
 

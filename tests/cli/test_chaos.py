@@ -12,19 +12,10 @@ from pathlib import Path
 import pytest
 
 from diloco_cli.cli.app import main
-from diloco_cli.cli.chaos import ChaosMethod, _load
+from diloco_cli.cli.study.chaos import ChaosMethod, _load
 from diloco_cli.spec.resolved import write_resolved
+from tests.cli.harness import SPEC
 
-SPEC = """
-spec: 1
-name: tiny
-budget: {tokens: 100_000}
-model: {kind: decoder, layers: 1, width: 32, heads: 2}
-data: {kind: python-source}
-inner: {batch: 2, sequence: 32}
-regions: [{name: left}, {name: right}]
-sync: {fragments: 2, every: 4, overlap: 1}
-"""
 CHAOS = SPEC + "chaos: {faults: [{kind: kill-trainer, per_hour: 324}]}\n"
 
 

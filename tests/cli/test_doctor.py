@@ -14,9 +14,14 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from diloco_cli.assemble import load_run
 from diloco_cli.bench.support.one_fragment_server import stage
 from diloco_cli.cli.app import app
+from diloco_cli.errors import SpecError
+from diloco_cli.plan.plan import plan
+from diloco_cli.run.doctor import host
 from diloco_cli.run.doctor import server as reach
+from diloco_cli.sim.world import World
 from tests import ROOT
 
 QUICK = str(ROOT / "pipelines" / "quickstart.yaml")
@@ -43,6 +48,35 @@ def test_a_model_that_cannot_fit_fails_with_a_fix():
     assert code == 1
     for name in ("disk", "memory"):
         assert checks[name]["state"] == "fail" and checks[name]["fix"]
+
+
+def found(count: int, memory: float | None = None) -> host.FoundDevices:
+    return host.FoundDevices(count, "gpu", "NVIDIA H100 80GB HBM3", memory)
+
+
+@pytest.mark.parametrize(
+    "region, devices, state, said",
+    [
+        ("big", found(8, 80e9), "ok", "8 asked for by big"),
+        ("big", found(4, 80e9), "fail", "4 of kind NVIDIA H100 80GB HBM3, 8 asked for by big"),
+        ("small", found(4, 80e9), "ok", "1 asked for by small"),
+        ("big", found(8, 1e6), "fail", "of 1.0 MB needed on each"),
+        (None, found(4, 80e9), "fail", "8 asked for by big"),
+    ],
+)
+def test_devices_are_counted_and_filled(monkeypatch, region, devices, state, said):
+    regions = "regions=[{name: small}, {name: big, devices: 8}]"
+    spec = load_run(QUICK, [regions, "inner={batch: 8, sequence: 64}"]).spec
+    monkeypatch.setattr(host, "_ask_jax", lambda: devices)
+    checks = host.against(plan(spec, World(step=1.0)), Path("runs"), serves=False, region=region)
+    (check,) = [each for each in checks if each.name == "devices"]
+    assert check.state == state and said in check.said
+    assert check.fix or state == "ok"
+
+
+def test_a_region_that_is_not_there_is_named():
+    result = CliRunner().invoke(app, ["doctor", QUICK, "--region", "lefft"])
+    assert isinstance(result.exception, SpecError) and "left" in (result.exception.hint or "")
 
 
 def test_a_port_that_is_taken_is_noticed():

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from diloco_cli.assemble import fragment_sizes, load_run, resolve
 from diloco_cli.bench.support.one_fragment_server import stage
 from diloco_cli.cli.app import app
+from diloco_cli.errors import SpecError
 from diloco_cli.net.client import Client
 from diloco_cli.net.options import Timeouts
 from diloco_cli.net.transfer.throughput import PATIENCE
@@ -58,7 +59,68 @@ def test_bytes_and_rates_follow_from_fragments_and_bits():
 def test_a_large_model_is_planned_without_being_allocated():
     found = data(QUICK, "--set", "model.layers=80", "--set", "model.width=16384", "--step", "9s")
     assert found["parameters"] > 100e9
-    assert found["memory"]["device"] == pytest.approx(16 * found["parameters"])
+    left = found["devices"][0]
+    assert left["state"] == pytest.approx(12 * found["parameters"])
+    assert left["gradients"] == pytest.approx(4 * found["parameters"])
+    assert left["fits"] is None, "no device was named"
+
+
+LARGE = (QUICK, "--set", "model={kind: decoder, size: 1b, vocabulary: 32768}", "--set")
+INNER = "inner={batch: 8, sequence: 2048, compute: bfloat16, remat: block, loss_chunks: 8}"
+
+
+def test_a_mesh_deals_out_what_a_device_needs():
+    one, eight, groups = (
+        data(*LARGE, INNER, "--set", f"regions=[{{name: a, mesh: {mesh}}}]")["devices"][0]
+        for mesh in ("{}", "{fsdp: 4, tensor: 2}", "{data: 2, fsdp: 4}")
+    )
+    assert (one["devices"], eight["devices"], groups["devices"]) == (1, 8, 8)
+    for part in ("state", "gradients"):
+        assert eight[part] == pytest.approx(one[part] / 8)
+        assert groups[part] == pytest.approx(one[part] / 4), "each group has a copy"
+    assert eight["working"] < one["working"]
+
+
+def test_what_does_not_fit_is_a_problem_with_a_remedy_that_does():
+    asked = (*LARGE, "inner={batch: 8, sequence: 2048}", "--device", "80GB")
+    found = data(*asked)
+    verdict = found["devices"][0]
+    assert not verdict["fits"] and "too large for 80GB: left, right need" in found["problems"][0]
+    text = run(*asked).output
+    assert "DOES NOT FIT" in text and "Nothing needs to change" not in text
+    assert verdict["remedy"] == {"remat": "block"}, "one change is enough, and it is the mildest"
+    changed = "inner={batch: 8, sequence: 2048, remat: block}"
+    again = data(*LARGE, changed, "--device", "80GB")
+    assert again["devices"][0]["fits"] and again["problems"] == []
+
+
+def test_a_model_too_large_for_its_devices_needs_more_of_them():
+    verdict = data(*LARGE, INNER, "--device", "v5e")["devices"][0]
+    assert verdict["remedy"]["mesh"]["fsdp"] in (2, 4)
+    hopeless = data(QUICK, "--set", "model.layers=2", "--device", "0.000001GB", "--step", "1s")
+    assert hopeless["devices"][0]["remedy"] is None
+    words = run(QUICK, "--set", "model.layers=2", "--device", "0.000001GB", "--step", "1s")
+    assert "nothing we know of" in words.output
+
+
+def test_a_named_device_says_how_fast_a_region_may_be():
+    found = data(*LARGE, INNER, "--device", "h100")
+    flops = 6 * 8 * 2048 * (found["parameters"] + 22 * 2048 * 2048)
+    assert found["step_seconds"]["left"] == pytest.approx(flops / (0.4 * 989e12), rel=1e-3)
+    too_fast = data(*LARGE, INNER, "--device", "h100", "--flops", "3.2e15")
+    assert "cannot be that fast" in too_fast["problems"][0]
+
+
+def test_a_device_that_nobody_knows_is_refused_with_those_that_are():
+    result = run(QUICK, "--device", "h1000")
+    assert isinstance(result.exception, SpecError) and "v5p" in (result.exception.hint or "")
+
+
+def test_nothing_needs_to_change_is_not_said_beside_a_problem():
+    """A quorum of failures that no key changes."""
+    words = run(QUICK, "--step", "1s", "--mtbf", "60s", "--restart", "60s").output
+    assert "Problems:" in words and "Nothing needs to change" not in words
+    assert "Nothing needs to change" in run(QUICK, "--step", "1s").output
 
 
 def test_what_holds_it_up_is_said_in_words():
@@ -147,7 +209,7 @@ def test_a_probe_takes_steps_from_the_regions_that_train_there(tmp_path: Path):
         nothing = {fate: [0] for fate in ("trained", "applied", "pending", "refused", "discarded")}
         report = {
             "stopping": False,
-            "drained": False,
+            "ended": 0,
             "epoch": running.epoch,
             "step": 9,
             "training": True,

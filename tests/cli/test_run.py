@@ -15,24 +15,13 @@ from pathlib import Path
 import pytest
 
 from diloco_cli.cli import run as run_commands
-from diloco_cli.cli.app import main
 from diloco_cli.errors import LinkError, SpecError
 from diloco_cli.observe.events import EventLog
 from diloco_cli.run.folder import find, held, last_summary, runner_of, set_aside
 from diloco_cli.run.goal import StopCondition, parse_goal
 from diloco_cli.system.locks import FileLock
+from tests.cli.harness import SPEC, diloco
 from tests.observe.documents import make_status
-
-SPEC = """
-spec: 1
-name: tiny
-budget: {tokens: 100_000}
-model: {kind: decoder, layers: 1, width: 32, heads: 2}
-data: {kind: python-source}
-inner: {batch: 2, sequence: 32}
-regions: [{name: left}, {name: right}]
-sync: {fragments: 2, every: 4, overlap: 1}
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +31,6 @@ def elsewhere(tmp_path, monkeypatch):
     for name in ("DILOCO_SERVER", "DILOCO_REGION"):
         monkeypatch.delenv(name, raising=False)
     Path("run.yaml").write_text(SPEC)
-
-
-def diloco(capsys, *arguments):
-    """Runs a command; gives its exit code, what it printed and what it said."""
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return end.value.code, captured.out, captured.err
 
 
 def a_run(name="tiny"):
@@ -68,11 +49,16 @@ def free_port():
 # Which region, which server
 
 
-def test_an_unknown_region_is_answered_with_the_known_ones(capsys):
-    code, _, said = diloco(capsys, "work", "run.yaml", "--region", "lefft")
-    assert code == 2
-    assert "no region 'lefft' in tiny; it has left, right" in said
-    assert "hint: Did you mean `left`?" in said
+def test_a_region_needs_a_name_that_can_be_one(capsys):
+    code, _, said = diloco(capsys, "work", "run.yaml", "--region", "Left!")
+    assert code == 2 and "'Left!' cannot be the name of a region" in said
+
+
+def test_whether_a_region_that_is_not_listed_may_join_is_for_the_server_to_say(capsys):
+    url = f"http://127.0.0.1:{free_port()}"
+    asked = ("work", "run.yaml", "--region", "oslo", "--server", url, "--wait", "0.1")
+    code, _, said = diloco(capsys, *asked)
+    assert code == 4 and url in said
 
 
 def test_a_worker_must_know_its_region_and_its_server(capsys, monkeypatch):
@@ -362,12 +348,6 @@ def test_a_finished_run_shows_its_summary_and_is_done(capsys):
     code, printed, said = diloco(capsys, "run", "run.yaml")
     assert code == 0 and "finished" in printed and "--fresh" in said
     assert not (folder / "logs").exists()
-
-
-def test_another_runs_folder_is_refused_with_the_keys_that_differ(capsys):
-    a_run("other")
-    code, _, said = diloco(capsys, "run", "run.yaml", "--dir", "runs/other", "--set", "seed=7")
-    assert code == 2 and "seed: 0 there, 7 here" in said and "--fresh" in said
 
 
 @pytest.mark.parametrize("extra", [(), ("--detach",), ("--fresh",)])

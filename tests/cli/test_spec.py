@@ -31,6 +31,22 @@ def test_a_good_spec_is_described_on_stdout(capsys):
     assert printed.err == ""
 
 
+def test_validate_lists_what_is_held_out_and_the_share_of_each_file(tmp_path: Path, capsys):
+    for number, size in enumerate((4000, 1000)):
+        (tmp_path / f"{number}.txt").write_bytes(b"x" * size)
+    files = f"data={{kind: text, files: ['{tmp_path}/*.txt']}}"
+    own = "regions.1.data={kind: text, files: [elsewhere/*.txt]}"
+    assert diloco("validate", QUICKSTART, "--set", files, "--set", own) == 0
+    told = capsys.readouterr().out
+    assert "held out  left: the end of 2 files, 250 B, 5.0% of the text" in told
+    assert " 80.0%  0.txt" in told and " 20.0%  1.txt" in told
+    assert "right: not known here: data.files: no file matches 'elsewhere/*.txt'" in told
+    assert diloco("validate", QUICKSTART, "--set", files, "--format", "json") == 0
+    (text,) = json.loads(capsys.readouterr().out)["heldout"]
+    assert text["regions"] == ["left", "right"]
+    assert [file["share"] for file in text["files"]] == [0.8, 0.2]
+
+
 def test_validate_names_every_problem_on_stderr(capsys):
     assert diloco("validate", QUICKSTART, "--set", "sync.quorum=9", "--set", "merge.kind=x") == 2
     printed = capsys.readouterr()
@@ -71,6 +87,17 @@ def test_a_missing_file_is_a_problem_in_json_too(tmp_path: Path, capsys):
     assert diloco("validate", str(tmp_path / "no.yaml"), "--format", "json") == 2
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert "There is no run spec" in problem["message"]
+
+
+def test_validate_warns_of_what_hardly_is_meant(capsys):
+    change = ("--set", "server.admit=open", "--set", "sync.quorum=3")
+    assert diloco("validate", QUICKSTART, *change) == 0
+    printed = capsys.readouterr()
+    assert "warning: --set sync.quorum=3: sync.quorum: is 3" in printed.err
+    assert printed.out.startswith("quickstart: ok\n")
+    assert diloco("validate", QUICKSTART, *change, "--format", "json") == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert warning["key"] == "sync.quorum" and "others have joined" in warning["message"]
 
 
 def test_explain_lists_every_kind_that_is_registered(capsys):
@@ -119,6 +146,7 @@ def test_init_takes_the_regions_it_is_given_and_keeps_the_comments(tmp_path: Pat
     assert [region.name for region in loaded.regions] == ["paris", "7", "tokyo"]
     assert loaded.name == "2024"
     assert "# small batches" in (folder / "run.yaml").read_text()
+    assert "\n# start: {weights: runs/OLD}" in (folder / "run.yaml").read_text()
 
 
 def test_a_folder_that_is_no_name_keeps_the_templates_name(tmp_path: Path):
@@ -205,7 +233,10 @@ def test_scripts_use_certificates_where_there_are_some(scripts: Path):
     )
     (scripts / "certs/server.pem").touch()
     served = start(scripts / "start-server.sh").stdout
-    assert served.endswith("--set server.certs=certs --set server.listen=0.0.0.0:7350\n")
+    assert served.endswith(
+        "--set server.certs=certs --set server.listen=0.0.0.0:7350 "
+        "--set server.admit=credentialed\n"
+    )
     assert "certs/" in (scripts / ".gitignore").read_text()
 
 

@@ -1,67 +1,24 @@
-"""`diloco replay` and `diloco restore`: equal is 0, different is 5, and nothing is overwritten."""
+"""`diloco replay`, `backup`, `restore`: equal is 0, different is 5, nothing is overwritten."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
-from diloco_cli.assemble import load_run, recipe_of, resolve, spelled_out
-from diloco_cli.cli.app import main
-from diloco_cli.server.recovery.start import open_coordinator
-from diloco_cli.spec.resolved import write_resolved
-from tests.server.harness import Bench, close_server
-
-SPEC = """
-spec: 1
-name: tiny
-budget: {tokens: 100_000}
-model: {kind: decoder, layers: 1, width: 32, heads: 2}
-data: {kind: python-source}
-inner: {batch: 2, sequence: 32}
-regions: [{name: left}, {name: right}]
-sync: {fragments: 2, every: 4, overlap: 1, grace: {kind: fixed, seconds: 5}}
-server: {store: {kind: folder, whole: 1}}
-"""
-
-
-class RealBench(Bench):
-    """The rig's bench, with a real model's weights."""
-
-    def _open(self):
-        weights = resolve(self.recipe.spec).model.init(0)
-        return open_coordinator(
-            self.recipe, self.folder / "server", lambda: weights, clock=self.clock
-        )
+from diloco_cli.run.copies import back_up, bring_back_certs
+from tests.cli.harness import diloco, trained
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run of which each fragment has two versions."""
-    (tmp_path / "run.yaml").write_text(SPEC)
-    spec = spelled_out(load_run(tmp_path / "run.yaml").spec)
-    write_resolved(spec, tmp_path / "run")
-
-    async def train() -> None:
-        bench = RealBench(tmp_path / "run", recipe_of(spec, resolve(spec)))
-        await bench.join()
-        for number in range(4):
-            await bench.round(number % 2)
-        await close_server(bench.server)
-
-    asyncio.run(train())
-    return tmp_path / "run"
-
-
-def diloco(capsys, *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return int(end.value.code or 0), captured.out, captured.err
+    return trained(tmp_path, [0, 1, 0, 1])
 
 
 def test_a_replay_of_what_the_journal_says_is_0_and_says_where_it_began(capsys, folder):
@@ -153,3 +110,67 @@ def test_reading_a_stopped_run_changes_nothing(capsys, folder, tmp_path, command
         assert path.stat().st_mode & 0o777 == 0o500
     assert snapshot(folder) == before
     assert code == (4 if command == "status" else 0), message
+
+
+def test_a_backup_is_whole_links_what_it_has_and_keeps_the_last_ones(capsys, folder, tmp_path):
+    digest = json.loads(diloco(capsys, "replay", folder, "--format", "json")[1])["state"]
+    to, copies = tmp_path / "copies", []
+    for _ in range(3):
+        code, out, message = diloco(capsys, "backup", folder, "--to", to, "--keep", 2)
+        assert code == 0, message
+        copies.append(Path(out.strip()))
+    assert not copies[0].exists() and (to / "newest").resolve() == copies[2]
+    assert not list(to.glob(".*")) and not (copies[2] / "server" / "lock").exists()
+    states = [sorted((copy / "server").rglob("*.state")) for copy in copies[1:]]
+    assert all(a.stat().st_ino == b.stat().st_ino for a, b in zip(*states, strict=True))
+    journals = {(copy / "server" / "journal").stat().st_ino for copy in copies[1:]}
+    assert len(journals) == 2, "a journal that is appended to is never linked"
+
+    code, out, _ = diloco(capsys, "restore", to, "--dir", tmp_path / "again")
+    assert code == 0 and digest in out
+
+
+def test_a_backup_holds_the_certificates_and_brings_them_back(capsys, folder, tmp_path):
+    certs = tmp_path / "certs"
+    (certs / "server").mkdir(parents=True)
+    (certs / "server" / "key.pem").write_text("secret")
+    (certs / "server" / "key.pem").chmod(0o600)
+    spec = folder / "spec.resolved.yaml"
+    document = yaml.safe_load(spec.read_text())
+    document["server"]["certs"] = str(certs)
+    spec.write_text(yaml.safe_dump(document, sort_keys=False))
+    copy = Path(diloco(capsys, "backup", folder, "--to", tmp_path / "copies")[1].strip())
+    assert copy.stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(certs)
+    assert bring_back_certs(copy) == certs and bring_back_certs(copy) is None
+    key = certs / "server" / "key.pem"
+    assert key.read_text() == "secret" and key.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_goes_while_it_is_copied_begins_the_copy_anew(folder, tmp_path, monkeypatch):
+    copied, gone = shutil.copy2, []
+
+    def copy2(old, new, **more):
+        if str(old).endswith(".delta") and not gone:
+            gone.append(Path(old).read_bytes())
+            os.unlink(old)  # As the server does when it is no longer needed.
+        return copied(old, new, **more)
+
+    monkeypatch.setattr(shutil, "copy2", copy2)
+    copy = back_up(folder, tmp_path / "copies")
+    names = {path.name for path in (folder / "server").rglob("*.delta")}
+    assert gone and {path.name for path in (copy / "server").rglob("*.delta")} == names
+
+
+def test_a_backup_says_what_it_cannot_do(capsys, folder, tmp_path):
+    for words, sentence in (
+        ([tmp_path, "--to", tmp_path / "x"], "nothing to back up"),
+        ([folder, "--to", folder / "x"], "is inside"),
+        ([folder, "--to", tmp_path / "x", "--every", "soon"], "no duration"),
+    ):
+        code, _, said = diloco(capsys, "backup", *words)
+        assert code == 2 and sentence in said and "hint:" in said
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    code, _, said = diloco(capsys, "backup", folder, "--to", blocked / "x")
+    assert code != 0 and "hint:" in said and "Traceback" not in said

@@ -1,0 +1,1 @@
+"""What every kind of a seam must do, run against each."""

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diloco_cli.core.journal_records import Entry
 from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.server.store import blob_names, stores
 from diloco_cli.server.store.archive import Archive, PayloadLost
@@ -14,7 +15,7 @@ from diloco_cli.server.store.state_format import StoredState
 DIGEST, OTHER = "a" * 64, "b" * 64
 
 
-def opened(kind: str, folder: Path, **wanted: str) -> tuple[RunStore, list[dict]]:
+def opened(kind: str, folder: Path, **wanted: str) -> tuple[RunStore, list[Entry]]:
     asked = {"layout": "lay", "spec": "spec"} | wanted
     options = {"history": 2} if kind == "folder" else {}
     return open_store(

@@ -1,0 +1,1 @@
+"""Decisions, without clock, disk or network."""

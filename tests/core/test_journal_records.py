@@ -1,38 +1,63 @@
 """The JSON of journal records stays as it is, for ever: old journals are replayed by new servers.
 
 The golden file holds what one small run writes, every kind of record among it. Digests and
-sizes of frames differ with the run and the compressor, so names and zeros replace them.
+sizes of frames differ with the run and the compressor, so names and zeros replace them. When a
+record is meant to change, `.venv/bin/python -m tests.core.test_journal_records` writes it anew.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
-from diloco_cli.core.journal_records import KINDS, decode_all, encode
+from diloco_cli.core.journal_records import KINDS, Entry, RegionPaced, decode_all, encode
+from diloco_cli.core.lanes import Cursor, LanePosition
+from diloco_cli.spec.schema import StartSpec
 from diloco_cli.wire.messages import HeldOut
 from tests import ROOT
-from tests.server.harness import NAMES, Bench, in_a_loop, make_recipe, make_spec, read_journal
+from tests.server.harness import (
+    NAMES,
+    TEXT,
+    Bench,
+    in_a_loop,
+    make_settings,
+    make_spec,
+    read_journal,
+)
 from tests.server.harness import receipt_of as receipt
 
 GOLDEN = ROOT / "tests" / "golden" / "journal-v1.jsonl"
 SIZES = ("bytes", "bytes_up", "delta_bytes")
 
 
-async def small_run(folder) -> list[dict[str, Any]]:
+async def small_run(folder) -> list[Entry]:
     """A run in which everything happens that is ever recorded."""
-    spec = make_spec(adopt="replace", staleness=0, budget={"tokens": 900})
-    bench = Bench(folder, make_recipe(spec))
+    spec = make_spec(adopt="replace", staleness=0, budget={"tokens": 1500})
+    spec = spec.model_copy(update={"start": StartSpec(weights="old.safetensors")})
+    bench = Bench(folder, make_settings(spec))
+    for region in bench.regions.values():
+        region.order = TEXT
     await bench.join()
-    await bench.round(0)
+    await bench.send("iowa", 0, bench.regions["iowa"].frame(0, cursor=reading(bench, "iowa")))
+    await bench.round(0, "paris", "tokyo")
     late = bench.regions["tokyo"].frame(0, base=0, version=0)
     await bench.send("tokyo", 0, late)
     await _refused(bench)
     heard = HeldOut(versions=(1, 0), loss=3.25)
     await bench.beat("iowa", heldout=heard.model_dump())
     await _round_with_a_lost_payload(bench)
+    await bench.amend({"outer.lr": 0.5, "sync.grace": None}, why="too slow")
+    bench.state.record(RegionPaced("tokyo", 1.5, bench.state.allowance_clock, 18.0))
+    await bench.amend({"regions.tokyo.pace": None}, repace=("tokyo",), why="faster")
+    bench.server.membership.retire("tokyo", "left for good")
     bench.state.snapshot()
+    bench.clock.now += 5
+    await bench.join("tokyo")
+    await _end_too_early(bench)
     while not bench.state.ledger.end:
         await bench.round(0)
         await bench.round(1)
@@ -46,6 +71,13 @@ async def small_run(folder) -> list[dict[str, Any]]:
     return read_journal(folder)
 
 
+def reading(bench: Bench, region: str) -> dict[str, Any]:
+    """A cursor, as the header of a frame has it."""
+    table = bench.state.ledger.orders[TEXT.digest]
+    lanes = {lane: LanePosition(at.grant, 3) for lane, at in table.owned(region).items()}
+    return Cursor(TEXT.digest, TEXT.lanes, lanes).as_record()
+
+
 async def _refused(bench: Bench) -> None:
     region = bench.regions["paris"]
     totals = {"trained": 192.0, "applied": 0.0, "refused": 0.0, "discarded": 0.0}
@@ -54,6 +86,22 @@ async def _refused(bench: Bench) -> None:
         receipt(data), epoch=region.epoch, unfit="too long", norm=2.5, totals=totals
     )
     assert type(refused).__name__ == "Refused"
+
+
+async def _end_too_early(bench: Bench) -> None:
+    """Iowa holds all that is left of the budget, and loses it before it is sent."""
+    iowa = bench.regions["iowa"]
+    trained, pending = list(iowa.trained), list(iowa.pending)
+    iowa.trained = [each + 1500.0 for each in trained]
+    iowa.pending = [each + 1500.0 for each in pending]
+    await bench.beat("iowa")
+    bench.server.tick()
+    assert bench.state.ledger.end
+    iowa.trained, iowa.pending = trained, pending
+    for name in NAMES:
+        await bench.beat(name, drained=True)
+    await bench.settle()
+    assert not bench.state.ledger.end
 
 
 async def _round_with_a_lost_payload(bench: Bench) -> None:
@@ -65,7 +113,7 @@ async def _round_with_a_lost_payload(bench: Bench) -> None:
     await bench.settle()
 
 
-def plain(records: list[dict[str, Any]]) -> list[str]:
+def plain(records: list[Entry]) -> list[str]:
     """Canonical lines, as the journal has them, without what depends on the compressor."""
     names: dict[str, str] = {}
 
@@ -98,3 +146,9 @@ def test_every_kind_of_record_comes_back_as_it_was_written():
     records = [record for _, record in decode_all(entries)]
     assert {record.kind for record in records} == set(KINDS)
     assert json.loads(json.dumps([encode(record) for record in records])) == entries
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        lines = plain(asyncio.run(small_run(Path(folder))))
+    GOLDEN.write_text("\n".join(lines) + "\n")

@@ -20,14 +20,8 @@ from diloco_cli.core.journal_records import (
     decode_all,
     encode,
 )
-from diloco_cli.core.ledger import (
-    Admitted,
-    Evaluation,
-    Ledger,
-    RegionOwner,
-    TurnedAway,
-    admit_worker,
-)
+from diloco_cli.core.ledger import Evaluation, Ledger
+from diloco_cli.core.members import Admitted, RegionOwner, TurnedAway, admit_worker
 from diloco_cli.core.rounds import Decision, Fate, Receipt, RegionRecord
 
 

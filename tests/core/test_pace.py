@@ -28,6 +28,18 @@ def waiting(base: int) -> dict[str, Receipt]:
     return {"paris": Receipt("paris", 0, base, 10, "x", "", tokens=100, steps=4)}
 
 
+def test_a_region_that_leaves_goes_along_and_calls_nobody_for_crumbs():
+    def is_due(others: float, quorum: int = 1, live=("iowa", "paris")) -> bool:
+        reports = {"iowa": [Report(1, 2.0)], "paris": [Report(1, others)]}
+        sync = SyncSpec(fragments=1, every=8, quorum=quorum)
+        slots = [FragmentState(version=1)]
+        return pace.due(slots, reports, live, sync, retiring=("iowa",)) == [0]
+
+    assert not is_due(7.0) and is_due(8.0)
+    assert not is_due(7.0, quorum=2) and is_due(8.0, quorum=2)
+    assert is_due(0.0, live=("iowa",)), "where there are no others, at once"
+
+
 def test_a_fragment_is_due_when_the_quorum_th_fastest_region_has_enough():
     assert due(says(paris=30, tokyo=9, iowa=1)) == []
     assert due(says(paris=30, tokyo=10, iowa=1)) == [0]
@@ -96,7 +108,9 @@ KNOWN = Averages(
 BOTH = {"paris", "tokyo"}
 
 
-def grace(averages: Averages = KNOWN, live: Collection[str] = tuple(BOTH), **changes) -> float:
+def grace(
+    averages: Averages = KNOWN, live: Collection[str] = tuple(BOTH), **changes
+) -> float | None:
     return pace.grace(averages, live, SyncSpec(**{"every": 24, "overlap": 2, **changes}))
 
 
@@ -125,8 +139,9 @@ def test_grace_can_be_fixed_or_left_out():
     assert grace(grace=GraceSpec(kind="none", seconds=7)) == 0
 
 
-def test_before_anything_is_known_grace_is_short():
-    assert grace(Averages()) == pace.UNKNOWN_GRACE
+def test_before_anything_is_known_there_is_no_time_to_wait_by():
+    assert grace(Averages()) is None
+    assert grace(Averages(step={"iowa": 1.0})) is None, "it is not there"
 
 
 def test_dead_regions_do_not_count():
@@ -160,7 +175,8 @@ def test_adaptive_grace_is_never_negative_and_never_beyond_its_share(step, answe
         "rebase": 24 * min(step.values(), default=0),
         "replace": 2 * max(step.values(), default=0),
     }
-    assert 0 <= window <= max(0.5 * most[adopt], 0 if step else pace.UNKNOWN_GRACE)
+    assert (window is None) == (not step)
+    assert window is None or 0 <= window <= 0.5 * most[adopt]
 
 
 @given(steps=st.lists(st.floats(0, 100), min_size=1, max_size=6), quorum=st.integers(1, 6))

@@ -69,9 +69,16 @@ def test_a_retry_gets_the_recorded_answer_even_after_the_end(fate, finished):
     assert admit(frame(), standing, alpha=0.0, unfit="not finite") == Recorded(known)
 
 
-def test_work_that_comes_after_the_end_is_returned_and_not_journaled():
+def test_work_that_comes_after_the_end_is_returned():
     answer = admit(frame(), replace(HERE, finished=True))
-    assert answer == Returned("the run is finished", sticky=False)
+    assert answer == Returned("the run is finished")
+
+
+def test_a_late_copy_does_not_take_the_place_of_a_newer_frame_of_a_finished_run():
+    """The run may be opened again, and its region ask what became of the newer one."""
+    known = Decision(9, "x", "merged", "")
+    answer = admit(frame(clock=8), replace(HERE, known=known, finished=True))
+    assert isinstance(answer, Foreign)
 
 
 def test_a_worker_that_has_seen_more_than_the_server_is_told_so():

@@ -105,6 +105,15 @@ def test_a_merged_frame_waits_for_the_version_that_contains_it(fate):
     assert unmerged_work.answered(flying(), "x", fate) == (flying(), KEEP)
 
 
+def test_a_region_of_which_nothing_is_on_record_follows_no_frame():
+    """Without that it would wait for a version that says so, and perhaps make none possible."""
+    book = replace(flying(3, since=2), prev="w")
+    given_up, _ = unmerged_work.answered(book, "x", "foreign")
+    assert given_up.prev == "w"
+    anew, mix = unmerged_work.answered(book, "x", "foreign", forgotten=True)
+    assert anew == replace(given_up, prev="") and mix == DROP
+
+
 @pytest.mark.parametrize("fate", ["returned", "refused", "foreign"])
 def test_an_answer_about_another_frame_changes_nothing(fate):
     assert unmerged_work.answered(flying(), "y", fate) == (flying(), KEEP)
@@ -260,6 +269,7 @@ class Region:
     def __init__(self, alpha: float) -> None:
         self.alpha, self.book, self.array, self.clock = alpha, Book(version=0), 0.0, 0
         self.saved: tuple[Book, float] | None = None
+        self.draft = Posted(0, 0, "", Work(), "", Totals())
         self.outbox: Posted | None = None
         self.written = 0
 
@@ -270,12 +280,13 @@ class Region:
     def post(self, _: int) -> None:
         if unmerged_work.may_answer(self.book, self.book.version):
             self.book, self.clock = unmerged_work.post(self.book, self.clock)
+            self.draft = in_outbox(self.book)  # Its header is made now, whenever it is written.
 
     def write(self, _: int) -> None:
         if self.book.flight and not self.book.flight.digest:
             self.written += 1
-            self.book = unmerged_work.written(self.book, self.clock, f"frame {self.written}")
-            self.outbox = in_outbox(self.book)
+            self.book = unmerged_work.written(self.book, self.book.posted, f"frame {self.written}")
+            self.outbox = replace(self.draft, digest=f"frame {self.written}")
 
     def fate(self, fate: str) -> None:
         if self.book.flight:

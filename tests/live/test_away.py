@@ -79,14 +79,14 @@ def test_a_server_long_away_and_one_that_comes_back_older(live):
 
 
 def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monkeypatch):
-    office = CredentialFolder(tmp_path / "certs")
-    office.found("tiny", [], 30)
-    office.issue("upload", "paris", 30, renew=False)
-    run = live({"name": "paris"}, server={"lease": 3.0, "certs": str(office.folder)})
-    operator = office.folder / "admins" / "operator"
+    credentials = CredentialFolder(tmp_path / "certs")
+    credentials.create_missing("tiny", [], 30)
+    credentials.issue("upload", "paris", 30, renew=False)
+    run = live({"name": "paris"}, server={"lease": 3.0, "certs": str(credentials.folder)})
+    operator = credentials.folder / "admins" / "operator"
     run.credentials = load_credentials(operator)
     server = run.serve()
-    monkeypatch.setenv("DILOCO_TOKEN", (office.folder / "regions/paris/token").read_text())
+    monkeypatch.setenv("DILOCO_TOKEN", (credentials.folder / "regions/paris/token").read_text())
     agent = run.work("paris")
     run.wait_for(lambda: run.status().outer_steps >= 1, server, agent)
     url = run.address["url"]
@@ -103,14 +103,14 @@ def test_people_and_regions_behind_tls_until_one_is_revoked(live, tmp_path, monk
     weights = tmp_path / "weights.safetensors"
     code, _, said = diloco("pull", url, "--certs", operator, "--out", weights)
     assert code == 0 and weights.stat().st_size > 1000, said
-    code, _, said = diloco("stop", url, "--certs", office.folder / "regions" / "paris")
+    code, _, said = diloco("stop", url, "--certs", credentials.folder / "regions" / "paris")
     assert code == 2 and "stop" in said, said
     shown = run.credentials
     with httpx.Client(verify=shown.context(), headers=shown.headers, trust_env=False) as client:
         assert "diloco_" in client.get(f"{url}/metrics").text
 
     # The region, revoked while it trains: it ends, says why, and leaves nobody behind.
-    office.revoke("upload", "paris")
+    credentials.revoke("upload", "paris")
     assert run.exit_code(agent) == 2
     assert "revoked" in str(agent.last_words()) and "hint:" in str(agent.last_words())
     assert run.trainers() == []

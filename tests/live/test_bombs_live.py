@@ -51,7 +51,7 @@ class Target:
             WIRE_HEADER: str(WIRE_VERSION),
             EPOCH_HEADER: str(running.epoch),
         }
-        self.limit = most_bytes(VALUES, running.recipe.up)
+        self.limit = most_bytes(VALUES, running.settings.up)
 
     def frame(self) -> bytes:
         return self.running.frame(self.run)

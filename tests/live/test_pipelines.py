@@ -48,3 +48,6 @@ def test_the_pulled_weights_have_the_held_out_loss_the_server_reports(tmp_path):
     task = prepare(spec, min(region.name for region in spec.regions))  # It evaluates.
     loss = task.step.engine().evaluate(load_file(file), task.stream.heldout(spec.evaluate.batches))
     assert loss == pytest.approx(summary["loss"]["heldout"], abs=1e-5)
+    evaluated = diloco("evaluate", str(folder), "--format", "json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout)["loss"] == pytest.approx(loss, abs=1e-5)

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from diloco_cli.core.journal_records import Entry
 from diloco_cli.errors import DilocoError
 from diloco_cli.net.client import Client
 from diloco_cli.net.options import ONCE, Options, Timeouts
@@ -35,7 +36,7 @@ from tests.server.harness import (
     Region,
     close_server,
     initial,
-    make_recipe,
+    make_settings,
     make_spec,
     read_journal,
     replayed,
@@ -111,7 +112,7 @@ def in_this_process(folder: Path, spec: Any) -> Iterator[tuple[str, Coordinator]
     ready = threading.Event()
 
     async def main() -> None:
-        coordinator = open_coordinator(make_recipe(spec), folder / "server", initial)
+        coordinator = open_coordinator(make_settings(spec), folder / "server", initial)
         taken = bind(spec.server.listen)
         url = url_of(taken)
         app = make_app(coordinator, events=folder / "events.jsonl", url=lambda: url)
@@ -121,6 +122,7 @@ def in_this_process(folder: Path, spec: Any) -> Iterator[tuple[str, Coordinator]
         ready.set()
         await coordinator.run()
         await listener.end()
+        app.audit.close()
         await close_server(coordinator)
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
@@ -136,15 +138,14 @@ def in_this_process(folder: Path, spec: Any) -> Iterator[tuple[str, Coordinator]
 
 def join_all(server: Client, regions: dict[str, Region]) -> None:
     for region in regions.values():
-        about = region.join.model_dump(exclude={"wire"})
-        region.epoch = server.join(region.name, **about).epoch
+        region.join_through(server)
 
 
 def test_in_process_and_over_real_sockets_the_weights_are_the_same_bits(tmp_path):
     spec = make_spec(quorum=3, grace={"kind": "fixed", "seconds": 60.0})
 
     async def without_sockets() -> list[str]:
-        bench = Bench(tmp_path / "bench", make_recipe(spec))
+        bench = Bench(tmp_path / "bench", make_settings(spec))
         await bench.join()
         for fragment, order in ROUNDS:
             await bench.call(fragment)
@@ -154,10 +155,10 @@ def test_in_process_and_over_real_sockets_the_weights_are_the_same_bits(tmp_path
         await close_server(bench.server)
         return bench.digests()
 
-    recipe = make_recipe(spec)
+    settings = make_settings(spec)
     with in_this_process(tmp_path / "live", spec) as (url, coordinator), Client(url) as server:
         about = server.run()
-        regions = {name: Region(name, recipe, about.run) for name in NAMES}
+        regions = {name: Region(name, settings, about.run) for name in NAMES}
         join_all(server, regions)
         for fragment, order in ROUNDS:
             steps = [0.0, 0.0]
@@ -286,13 +287,14 @@ def test_a_full_disk_at_the_start_is_a_sentence_and_exit_code_5(tmp_path, room):
 
 def test_a_failing_disk_ends_the_server_with_exit_code_5(tmp_path):
     with process(tmp_path / "run", bad_disk=True) as server:
-        url, recipe = server.url(), make_recipe()
+        url, settings = server.url(), make_settings()
         with Client(url, Options(retry=ONCE)) as client:
-            region = Region("paris", recipe, client.run().run)
+            region = Region("paris", settings, client.run().run)
             with pytest.raises(DilocoError):
                 join_all(client, {"paris": region})
         assert server.end() == 5
         assert "could not be made durable: Input/output error" in server.said
+        assert not (tmp_path / "run" / "server" / "address.json").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -301,9 +303,11 @@ def test_a_signal_ends_the_server_gracefully(tmp_path, number):
         url = server.url()
         with Client(url) as client, httpx.Client(http1=False, http2=True) as idle:
             assert idle.get(f"{url}/healthz").json()["ok"]  # A connection that sleeps.
-            region = Region("paris", make_recipe(), client.run().run)
+            region = Region("paris", make_settings(), client.run().run)
             join_all(client, {"paris": region})
             assert not client.heartbeat("paris", region.beat()).stop
+            address = json.loads((tmp_path / "run" / "server" / "address.json").read_bytes())
+            assert address == {"url": url, "pid": server.child.pid}
             assert server.end(number) == 0  # Its region trains on and needs no goodbye.
         summary = json.loads((tmp_path / "run" / "summary.json").read_bytes())
         assert summary["state"] == "stopped" and summary["balanced"] is True
@@ -315,7 +319,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
     with process(tmp_path / "run", server={"lease": 600.0}) as server:
         url = server.url()
         with Client(url) as client:
-            join_all(client, {"paris": Region("paris", make_recipe(), client.run().run)})
+            join_all(client, {"paris": Region("paris", make_settings(), client.run().run)})
             client.stop()  # It now waits for the region's goodbye.
         server.child.send_signal(signal.SIGTERM)
         while "SIGTERM: stopping" not in server.said:
@@ -347,7 +351,7 @@ def test_without_its_parent_it_stops(tmp_path):
 def test_a_request_to_stop_ends_it(tmp_path):
     with process(tmp_path / "run") as server:
         with Client(server.url()) as client:
-            assert client.stop()["state"] == "stopped"
+            assert client.stop().state == "stopped"
         assert server.end() == 0
 
 
@@ -421,12 +425,12 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed_again_and_again(
     rng = random.Random(11)
     folder, kills = tmp_path / "run", 8
     changes: dict[str, Any] = {"grace": {"kind": "fixed", "seconds": 0.02}}
-    recipe = make_recipe(make_spec(**changes))
+    settings = make_settings(make_spec(**changes))
     server = Process(folder, **changes)
     drivers: list[Driver] = []
     try:
         with Client(server.url()) as client:
-            regions = {name: Region(name, recipe, client.run().run) for name in NAMES}
+            regions = {name: Region(name, settings, client.run().run) for name in NAMES}
             join_all(client, regions)
         url = server.url()
         drivers = [Driver(region, lambda: url) for region in regions.values()]
@@ -462,13 +466,13 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed_again_and_again(
     assert not [r for r in records if r["kind"] == "dropped"]
     merged = [each["receipt"]["digest"] for each in merged_once(records)]
     assert len(merged) == len(set(merged)) > kills
-    states = replayed(recipe, folder, frames)
+    states = replayed(settings, folder, frames)
     assert [state.digest for state in states] == on_record(records)
 
 
-def merged_once(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def merged_once(records: list[Entry]) -> Iterator[Entry]:
     """The decisions whose contributions were published, as often as they were."""
-    waiting: dict[tuple[int, str], dict[str, Any]] = {}
+    waiting: dict[tuple[int, str], Entry] = {}
     for record in records:
         if record["kind"] == "decided":
             about = record["receipt"]
@@ -478,7 +482,7 @@ def merged_once(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 yield waiting[record["fragment"], region]
 
 
-def on_record(records: list[dict[str, Any]]) -> list[str]:
+def on_record(records: list[Entry]) -> list[str]:
     """Digests of the newest versions as the journal has them: not every version is a file."""
     newest = {r["fragment"]: r["state"] for r in records if r["kind"] == "published"}
     return [digest for _, digest in sorted(newest.items())]

@@ -73,8 +73,9 @@ def test_a_run_survives_the_death_of_each_of_its_processes(live):
 
 def test_a_short_run_ends_by_itself_with_every_token_merged(live):
     run = live(
-        {"name": "paris"},
-        {"name": "tokyo", "speed": 0.25, "inner": {"batch": 1}},
+        # Steps of a millisecond are faster than what is believed of a region without a pace.
+        {"name": "paris", "pace": 5000},
+        {"name": "tokyo", "pace": 5000, "speed": 0.25, "inner": {"batch": 1}},
         budget={"tokens": 60_000},
     )
     server = run.serve()
@@ -101,7 +102,8 @@ def test_a_second_worker_stands_by_and_takes_over(live, tmp_path):
     first.kill()
     applied = run.status().tokens.applied
     run.wait_for(lambda: run.status().tokens.applied > applied, server, second)
-    assert (other / "regions" / "paris" / "progress.json").exists()
+    progress = other / "regions" / "paris" / "progress.json"
+    run.wait_for(progress.exists, server, second)
 
 
 def test_a_worker_with_another_spec_is_told_which_key_differs(live, tmp_path):

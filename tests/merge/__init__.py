@@ -1,0 +1,1 @@
+"""Many contributions become the next version, to the bit."""

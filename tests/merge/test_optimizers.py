@@ -104,3 +104,22 @@ def test_one_member_moves_the_weights_by_exactly_its_delta():
 def test_rates_that_cannot_train_are_refused(asked):
     with pytest.raises(RegistryError):
         outer_optimizers.build(asked)
+
+
+def test_momentum_remembers_a_tenth_of_the_rounds_so_far_and_the_rate_makes_up_for_it():
+    whole = Nesterov()
+    steps = [whole.at(version) for version in (1, 25, 50, 100, 1000)]
+    assert [round(step.momentum, 9) for step in steps] == [0.6, 0.6, 0.8, 0.9, 0.9]
+    assert [round(step.lr, 9) for step in steps] == [0.7, 0.7, 0.5, 0.4, 0.4]
+    assert all(step.at(3) == step for step in steps), "a step of a round is that of no other"
+    between = [whole.at(version).momentum for version in range(1, 120)]
+    assert between == sorted(between)
+
+
+@pytest.mark.parametrize(
+    "given", [Nesterov(0.7, 0.6), Nesterov(0.7, 0.3), Nesterov(0.4, 0.9, warmup=0)]
+)
+def test_little_momentum_needs_no_warm_up_and_none_may_be_wanted(given: Nesterov):
+    for version in (1, 7, 300):
+        step = given.at(version)
+        assert (step.lr, step.momentum) == (pytest.approx(given.lr), given.momentum)

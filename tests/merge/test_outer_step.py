@@ -8,7 +8,7 @@ import pytest
 from diloco_cli.core.fragments import Fragment, Piece
 from diloco_cli.errors import WireError
 from diloco_cli.merge import MergeRule, OuterOptimizer
-from diloco_cli.merge.combine import MemberUnfit
+from diloco_cli.merge.combine import MemberUnfit, combine
 from diloco_cli.merge.optimizers import Nesterov, Sgd
 from diloco_cli.merge.outer_step import Diverged, MergePlan, next_weights
 from diloco_cli.merge.robust import Clipped, Median, Trimmed
@@ -59,6 +59,24 @@ def straightforward(how: MergePlan, given: list[tuple[float, Frame]], before: tu
     change = theta - before[2]
     published = before[2] + how.down.decode(how.down.encode(change), change.size)
     return theta, momentum, published
+
+
+@pytest.mark.parametrize("codec", [{"kind": "int4"}, {"kind": "bf16"}], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    "rule", [Mean(), Radial(), Clipped(), Trimmed(), Median()], ids=lambda rule: type(rule).__name__
+)
+def test_a_scaled_member_counts_as_if_its_values_were_smaller(rule, count, codec):
+    given, scales = members(count, codec), [0.125, 1.0, 0.3][:count]
+    merged = combine(rule, fragment(), given, scales=scales)
+    smaller = (
+        (weight, frame.values() * np.float32(scale))
+        for (weight, frame), scale in zip(given, scales, strict=True)
+    )
+    expected = merge(rule, fragment(), smaller)
+    for number, (start, stop) in enumerate(pairwise(merged.edges)):
+        values = merged.values[start:stop] * merged.factors[number]
+        np.testing.assert_allclose(values, expected[start:stop], rtol=1e-5, atol=1e-10)
 
 
 def method(

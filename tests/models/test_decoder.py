@@ -3,13 +3,15 @@
 import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from diloco_cli.core.fragments import cut
 from diloco_cli.errors import RegistryError
-from diloco_cli.models import decoder_flax, models, parameters
+from diloco_cli.models import PLAIN, LossForm, decoder_flax, models, parameters, products_flax
 from diloco_cli.models.decoder import Decoder
 from diloco_cli.worker.engines.jax_engine import use_compile_cache
 
@@ -51,11 +53,11 @@ def test_a_named_size_is_what_its_name_says(size, millions):
 
 def test_explicit_numbers_override_the_named_size():
     shape = Decoder("small", layers=3).shape
-    assert (shape.layers, shape.width, shape.kv_heads) == (3, 384, 2)
+    assert (shape.layers, shape.width, shape.attention[0].kv_heads) == (3, 384, 2)
 
 
 def test_without_kv_heads_every_given_head_has_its_own():
-    assert Decoder(width=96, heads=3).shape.kv_heads == 3
+    assert Decoder(width=96, heads=3).shape.attention[0].kv_heads == 3
 
 
 @pytest.mark.parametrize(
@@ -128,10 +130,10 @@ def test_the_network_agrees_with_a_plain_account_of_it():
 
 
 def _by_hand(params: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
-    shape = SMALL.shape
+    layers, shape = SMALL.shape.layers, SMALL.shape.attention[0]
     weights = {name: values.astype(np.float64) for name, values in params.items()}
     x = weights["embed"][tokens]
-    for number in range(shape.layers):
+    for number in range(layers):
         w = {name.removeprefix(f"blocks.{number:02d}."): values for name, values in weights.items()}
         h = _norm(x, w["attention.norm"])
         groups = shape.heads // shape.kv_heads
@@ -156,7 +158,8 @@ def _norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def _head(matrix: np.ndarray, number: int) -> np.ndarray:
-    return matrix[:, number * SMALL.shape.head : (number + 1) * SMALL.shape.head]
+    head = SMALL.shape.attention[0].head
+    return matrix[:, number * head : (number + 1) * head]
 
 
 def _turn(x: np.ndarray) -> np.ndarray:
@@ -165,3 +168,145 @@ def _turn(x: np.ndarray) -> np.ndarray:
         1j * np.outer(np.arange(len(x)), SMALL.rope_theta ** (-np.arange(half) / half))
     )
     return np.concatenate([turned.real, turned.imag], axis=1)
+
+
+# Forms of the loss
+
+SCANNED = LossForm(remat="block")
+BFLOAT16 = LossForm(compute="bfloat16")
+LEARNS = dataclasses.replace(SMALL, layers=3, z_loss=1e-2)
+
+
+def stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    stacks = LEARNS.stacks()
+    inside = {name for stack in stacks.values() for name in stack}
+    alone = {name: values for name, values in weights.items() if name not in inside}
+    return alone | {
+        name: np.stack([weights[each] for each in stack]) for name, stack in stacks.items()
+    }
+
+
+def loss_and_slope(form: LossForm) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss of a form and its gradient, by the names of the tensors."""
+    weights, tokens = LEARNS.init(0), np.tile(TOKENS, (2, 2))[:, :13]
+    given = stacked(weights) if form.remat == "block" else weights
+    slope = jax.value_and_grad(LEARNS.loss_fn(form=form), has_aux=True)
+    (loss, count), found = jax.jit(slope)(given, tokens)
+    assert int(count) == 4 * 12
+    if form.remat == "block":
+        for name, stack in LEARNS.stacks().items():
+            found |= zip(stack, found.pop(name), strict=True)
+    return float(loss), {name: np.asarray(values) for name, values in found.items()}
+
+
+def distance(slope: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    assert slope.keys() == other.keys()
+    apart = sum(((slope[name] - other[name]) ** 2).sum() for name in slope)
+    return float(np.sqrt(apart / sum((values**2).sum() for values in other.values())))
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[float, dict[str, np.ndarray]]:
+    return loss_and_slope(PLAIN)
+
+
+@pytest.mark.parametrize(
+    "form", [SCANNED, LossForm(chunks=4), dataclasses.replace(SCANNED, chunks=3)], ids=str
+)
+def test_every_form_in_float32_is_the_same_loss(plain, form):
+    loss, slope = loss_and_slope(form)
+    assert loss == pytest.approx(plain[0], abs=1e-5)
+    assert distance(slope, plain[1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "form", [BFLOAT16, dataclasses.replace(BFLOAT16, remat="block", chunks=2)], ids=str
+)
+def test_bfloat16_rounds_products_and_leaves_slopes_in_float32(plain, form):
+    loss, slope = loss_and_slope(form)
+    assert loss == pytest.approx(plain[0], abs=1e-2)
+    assert 1e-5 < distance(slope, plain[1]) < 0.05
+    for name, values in slope.items():
+        assert values.dtype == np.float32
+        # Numbers of 8 bits would all end in 16 zeros.
+        if values.ndim > 1:
+            assert (values.view(np.uint32) & 0xFFFF).any(), name
+
+
+WIDE: dict[str, Any] = {
+    **{"layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "ffn": 24, "vocabulary": 50},
+    **{"head": 12, "tied": False, "bias": "qkvo", "eps": 1e-5},
+}
+OPTIONS = Decoder(**WIDE, rope={"kind": "yarn", "factor": 4.0, "original": 8})
+
+
+def test_every_option_has_every_form():
+    weights, tokens = OPTIONS.init(0), np.tile(TOKENS, (2, 2))[:, :13]
+    stacks = OPTIONS.stacks()
+    inside = {name for stack in stacks.values() for name in stack}
+    scanned = {name: values for name, values in weights.items() if name not in inside}
+    scanned |= {name: np.stack([weights[each] for each in all_]) for name, all_ in stacks.items()}
+    plain = float(jax.jit(OPTIONS.loss_fn())(weights, tokens)[0])
+    forms = {"float32": 1e-5, "bfloat16": 1e-2}
+    for compute, close in forms.items():
+        form = LossForm(compute=compute, remat="block", chunks=2)
+        (loss, _), slope = jax.jit(jax.value_and_grad(OPTIONS.loss_fn(form=form), has_aux=True))(
+            scanned, tokens
+        )
+        assert float(loss) == pytest.approx(plain, abs=close)
+        assert {each.dtype for each in slope.values()} == {np.dtype("float32")}
+        assert all(np.abs(values).max() > 0 for name, values in slope.items() if "k_b" not in name)
+
+
+@pytest.mark.parametrize(
+    "asked, key, said",
+    [
+        ({"rope": {"kind": "dynamic"}}, "rope.kind", "'dynamic'"),
+        ({"rope": {"kind": "llama3", "factor": 8}}, "rope.kind", "needs 'original'"),
+        ({"rope": {"kind": "yarn", "factor": 0, "original": 8}}, "rope.factor", "positive"),
+        ({"rope": {"kind": "linear", "factor": 2, "low": 1}}, "rope.low", "no option 'low'"),
+        ({"head": 15}, "head", "pairs"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(asked, key, said):
+    with pytest.raises(RegistryError) as caught:
+        models.build({"kind": "decoder", **asked})
+    assert caught.value.key == key and said in caught.value.message
+
+
+def test_slopes_add_up_in_float32_where_products_are_rounded():
+    """One weight, 4,096 tokens that each add a little: in bfloat16 the sum would stop growing."""
+    x, weights = np.full((4096, 1), 0.01, jax.numpy.bfloat16), np.ones((1, 1), np.float32)
+
+    def total(weights):
+        return jax.numpy.sum(products_flax.rounded_product(x, weights, 0, x.dtype), dtype="float32")
+
+    slope = jax.grad(total)(weights)
+    assert float(slope[0, 0]) == pytest.approx(4096 * float(x[0, 0]), rel=1e-3)
+
+
+def test_stacks_and_cut_axes_speak_of_every_tensor_as_it_is():
+    shapes = {tensor.name: tensor.shape for tensor in LEARNS.tensors()}
+    wanted = {name: values.shape for name, values in stacked(LEARNS.init(0)).items()}
+    assert decoder_flax.names(LEARNS.shape, SCANNED) == wanted
+    shape, axes = LEARNS.shape, LEARNS.tensor_axes()
+    for name, axis in axes.items():
+        assert shapes[name][axis] in (shape.vocabulary, shape.ffn, shape.width, shape.width // 2)
+    assert {name for name in shapes if name not in axes} == {
+        name for name, dims in shapes.items() if len(dims) == 1
+    }
+
+
+def test_the_layout_does_not_depend_on_the_form():
+    """It is what every region of a run has in common, however each computes."""
+    digest = cut(Decoder("tiny").tensors(), 4).digest
+    assert digest == "43ceeec8bbd0ad5f312e560614c99551167927c4e8741d848916c032b61cfb90"
+
+
+def test_operations_are_counted_by_hand():
+    """A matrix of n weights takes 2 n a token forwards and 4 n backwards; so do scores."""
+    model = Decoder(layers=1, width=8, heads=2, kv_heads=1, ffn=16, vocabulary=32)
+    matrices = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16 + 32 * 8
+    # Each query meets half of 10 keys, twice: once for its score, once for its value.
+    scores = 2 * 10 / 2 * 8
+    assert model.step_flops(3, 10) == 6 * 30 * (matrices + scores)

@@ -50,7 +50,7 @@ HEARTBEAT: dict[str, Any] = {
     "step": 120,
     "training": True,
     "stopping": False,
-    "drained": False,
+    "ended": 0,
     "fragments": [{"version": 4, "steps": 10}, {"version": 3, "steps": 0}],
     "tokens": {key: [0, 0] for key in ("trained", "applied", "pending", "refused", "discarded")},
     "loss": float("nan"),
@@ -105,13 +105,15 @@ def test_joining_gives_an_epoch_and_the_news(client, puppet):
     joined = client.join("eu", **JOIN)
     assert (joined.epoch, joined.high, joined.calls) == (3, 480, {1: 3})
     assert joined.fates[0].fate == "returned"
-    assert json.loads(puppet.heard()[0]["text"]) == {**JOIN, "wire": 1}
+    sent = json.loads(puppet.heard()[0]["text"])
+    assert sent == {**JOIN, "wire": 1, "order": None, "key": None}
 
 
 @pytest.mark.parametrize(
     "status, code, kind",
     [
         (409, "held", Held),
+        (409, "too-soon", Held),
         (409, "older-copy", OlderCopy),
         (409, "other-spec", SpecError),
         (409, "unknown-region", SpecError),
@@ -354,28 +356,7 @@ def test_weights_need_a_place_to_go(client, puppet, tmp_path):
 
 def test_stop_is_a_request_like_any_other(client, puppet):
     puppet.will("POST /v1/stop", 202, {"state": "stopped"})
-    assert client.stop() == {"state": "stopped"}
-
-
-def test_events_come_one_by_one_with_their_ids(client, puppet):
-    stream = (
-        b': hello\n\nid: 7\nevent: published\ndata: {"kind": "published"}\n\n'
-        b'id:8\ndata: {"kind":\ndata: "end"}\n\ndata: {"kind": "late"}\n\ndata: {"kind": "cut"}\n'
-    )
-    puppet.will("GET /v1/events", 200, stream, {"content-type": "text/event-stream"})
-    events = list(client.events(after="6"))
-    assert events == [
-        {"kind": "published", "id": "7"},
-        {"kind": "end", "id": "8"},
-        {"kind": "late", "id": "8"},
-    ]
-    assert puppet.heard()[0]["headers"]["last-event-id"] == "6"
-
-
-def test_events_nobody_has_are_refused(client, puppet):
-    puppet.refuses("GET /v1/events", 410, "pruned", "Event 6 is gone.")
-    with pytest.raises(Gone, match="Event 6 is gone"):
-        list(client.events(after="6"))
+    assert client.stop().state == "stopped"
 
 
 def test_each_thread_may_have_a_client_of_its_own(puppet, patience):

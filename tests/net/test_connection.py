@@ -301,12 +301,16 @@ def test_nobody_is_sent_elsewhere_or_given_something_to_keep(link, puppet):
 
 
 def test_pauses_double_up_to_a_limit_and_are_never_quite_the_same():
-    retry = Retry(first=1.0, most=10.0, most_asked=60.0)
+    retry = Retry(first=1.0, most=10.0, most_retry_after=60.0)
     assert [retry.pause(n, chance=1.0) for n in (1, 2, 3, 4, 5, 2000)] == [1, 2, 4, 8, 10, 10]
     assert [retry.pause(n, chance=0.0) for n in (1, 2, 5)] == [0.5, 1, 5]
-    assert [retry.pause(1, asked=30, chance=chance) for chance in (0.0, 0.5, 1.0)] == [30, 37.5, 45]
-    assert retry.pause(1, asked=9999, chance=0.0) == 60
-    assert retry.pause(4, asked=0.1, chance=1.0) == 8
+    assert [retry.pause(1, retry_after=30, chance=chance) for chance in (0.0, 0.5, 1.0)] == [
+        30,
+        37.5,
+        45,
+    ]
+    assert retry.pause(1, retry_after=9999, chance=0.0) == 60
+    assert retry.pause(4, retry_after=0.1, chance=1.0) == 8
 
 
 def test_large_bodies_get_the_time_they_need():

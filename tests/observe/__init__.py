@@ -1,0 +1,4 @@
+"""The run log, the status document, and how people see them.
+
+documents.py  status documents for tests: whole ones, of which a test says only what matters to it
+"""

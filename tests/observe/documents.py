@@ -7,7 +7,8 @@ from typing import Any
 
 from diloco_cli.observe.status import RegionStatus, Status
 
-TOKENS = {"budget": 1000, "trained": 0, "applied": 0, "pending": 0, "refused": 0, "discarded": 0}
+FATES = ("trained", "applied", "uncounted", "pending", "refused", "discarded")
+TOKENS = {"budget": 1000, **dict.fromkeys(FATES, 0)}
 WIRE = {
     "bits_per_parameter_up": None,
     "bits_per_parameter_down": None,
@@ -20,6 +21,7 @@ REGION: dict[str, Any] = {
     **dict.fromkeys(("step", "tokens_per_second", "loss", "staleness", "share"), None),
     **dict.fromkeys(("last_merged_seconds", "restarts", "blocked"), None),
     **{"lost": 0, "refused": 0, "mended": 0, "quarantined": False, "why": ""},
+    **{"pace": None, "overclaim": "", "unbalanced": False, "until": None},
 }
 STATUS: dict[str, Any] = {
     "run": "r1",

@@ -6,12 +6,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from diloco_cli.observe.events import Event
 from diloco_cli.observe.last_known import last_known
 from diloco_cli.observe.metrics import (
+    Effort,
     bits_per_parameter,
     goodput,
+    goodputs,
+    overshoot,
     quantile,
     recoveries,
     seconds_left,
     staleness,
+    warnings,
 )
 from diloco_cli.observe.prometheus import METRICS, prometheus_text
 from diloco_cli.observe.status import Status
@@ -84,11 +88,11 @@ def test_the_run_log_alone_tells_the_last_known_state():
         at("server-started", url="http://127.0.0.1:1"),
         at("joined", region="paris"),
         at("joined", region="tokyo"),
-        at("evaluated", loss=5.5),
+        at("evaluated", loss=5.5, versions=[0, 0]),
         at("accepted", region="paris", bytes=300),
         at("accepted", region="tokyo", bytes=200),
         at("published", fragment=0, version=1, tokens=4096.0),
-        at("evaluated", loss=2.5),
+        at("evaluated", loss=2.5, versions=[1, 0]),
         at("lapsed", region="tokyo"),
         at("left", region="paris"),
         at("lapsed", region="paris"),
@@ -96,7 +100,10 @@ def test_the_run_log_alone_tells_the_last_known_state():
     ]
     known = last_known(log)
     assert known.state == "stopped" and known.outer_steps == 1
-    assert known.loss.plain() == {"heldout": 2.5, "first": 5.5, "best": 2.5}
+    assert known.loss.plain() == {
+        **{"heldout": 2.5, "first": 5.5, "best": 2.5},
+        **{"heldout_at": 1, "first_at": 0, "best_at": 1},
+    }
     assert known.tokens["applied"] == 4096 and known.wire["bytes_up"] == 500
     assert known.regions == {"paris": "left", "tokyo": "lapsed"}
 
@@ -150,3 +157,33 @@ def test_parts_of_a_recovery_that_were_not_seen_are_not_counted():
     assert found["parts"]["start"] == {"p50": 0.5, "p95": 1.5}
     assert found["parts"]["fetch"] == {"p50": 1.0, "p95": 1.0}
     assert found["parts"]["detect"] == {"p50": None, "p95": None}
+
+
+def test_more_than_the_budget_is_said_with_its_reason():
+    def words(applied, **away):
+        return overshoot(applied, 100_000.0, step=1000.0, away=away, lowered=False)
+
+    assert words(102_000.0, iowa=41_000.0) == "", "two steps of everybody are within the rules"
+    assert words(150_000.0) == "150 % of the budget"
+    told = words(141_000.0, iowa=41_000.0, lima=12.0, paris=50_000.0)
+    assert told == (
+        "141 % of the budget: paris was away with 50.0k tokens, iowa was away with 41.0k tokens"
+    )
+    lowered = overshoot(3e5, 1e5, step=1000.0, away={}, lowered=True)
+    assert lowered == "300 % of the budget: it was lowered below what was trained"
+
+
+def test_claims_that_do_not_count_are_a_warning_with_the_command_that_helps():
+    words = "claims 3.9 × its pace on record; counted at 1.25 ×"
+    status = make_status(regions=[{"name": "paris", "overclaim": words, "unbalanced": True}])
+    assert warnings(status) == [
+        f"paris {words} (diloco amend --repace paris lets it be learnt anew)",
+        "paris reports tokens that contradict what is merged",
+    ]
+
+
+def test_a_pace_that_no_machine_has_leaves_a_share_unknown_and_breaks_nothing():
+    slow = Effort(worked=1.0, trained=1.0, useful=1.0, applied=1e9, pace=5e-324)
+    assert goodputs([slow], elapsed=1.0, contributions=1, chances=1).tokens is None
+    long = Effort(worked=1e308, trained=1e-9, useful=1e9, applied=1.0, pace=1.0)
+    assert goodputs([long], elapsed=1.0, contributions=1, chances=1).time is None

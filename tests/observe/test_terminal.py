@@ -5,8 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from diloco_cli.observe.dashboard import page
+from diloco_cli.observe.page import page
 from diloco_cli.observe.status import (
+    Goodputs,
     LastKnown,
     LossStatus,
     RegionSummary,
@@ -22,7 +23,7 @@ from diloco_cli.observe.terminal import (
     status_view,
     summary_view,
 )
-from tests.observe.documents import make_status
+from tests.observe.documents import FATES, make_status
 
 REGIONS = [
     {
@@ -54,9 +55,10 @@ def changed(**changes):
         "state": "training",
         "outer_steps": 12,
         "tokens": TOKENS,
-        "loss": {"heldout": 2.75, "train": 2.5},
+        "loss": {"heldout": 2.75, "train": 2.5, "heldout_at": 8},
         "wire": {"bits_per_parameter_up": 3.154, "bits_per_parameter_down": 6.2},
         "goodput": 0.97,
+        "goodputs": {"time": 0.07, "tokens": 0.09, "participation": 0.5},
         "regions": REGIONS,
     }
     return make_status(**{**standard, **changes})
@@ -71,7 +73,24 @@ def drawn(view, width=100, **options):
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+def test_who_counts_and_who_does_not_is_said():
+    status = make_status(
+        regions=[
+            {"name": "left", "alive": True, "training": True, "step": 5},
+            {"name": "oslo", "alive": True, "listed": False, "step": 5},
+            {"name": "right", "member": False, "why": "not joined yet"},
+            {"name": "turku", "member": False, "retired": "removed by eve: sold", "why": "sold"},
+        ],
+        tokens={"discarded": 96.0, "given_up": 64.0},
+    )
+    picture, who = drawn(status_view(status)), "2 members (1 not listed), 1 expected, 1 retired"
+    assert who in picture and who in page(status) and who in plain_line(status)
+    assert "idle (not listed)" in picture and "expected: not joined yet" in picture
+    assert "retired: sold" in picture and "turku" not in plain_line(status)
+    assert "96 discarded · of these 64 given up by retired regions" in picture
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_the_picture_fits_the_window_and_says_why_a_region_waits(width):
     picture = drawn(status_view(STATUS, left=125), width)
     assert max(map(len, picture.splitlines())) <= width
@@ -89,6 +108,35 @@ def test_the_picture_fits_the_window_and_says_why_a_region_waits(width):
     ):
         assert fact in words
     assert "waiting" in words and "fragment" in words
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_a_region_that_has_not_followed_an_amendment_yet_is_marked(width):
+    slow, quick = {**REGIONS[0], "terms": 2}, {**REGIONS[1], "terms": 3}
+    words = " ".join(drawn(status_view(changed(regions=[slow, quick], terms=3)), width).split())
+    assert words.count("under terms") == 1 and "under terms 2 of 3" in words
+    assert "under terms" not in drawn(status_view(changed(regions=[slow], terms=2)), width)
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_what_each_device_gives_is_said_where_it_is_known(width):
+    cluster = {
+        **REGIONS[0],
+        "devices": 8,
+        "tflops": 395.46,
+        "mfu": 0.3999,
+        "device_memory": 61_000_000_000,
+        "blocked": 0.0021,
+    }
+    words = " ".join(drawn(status_view(changed(regions=[cluster])), width).split())
+    assert "left: 8 devices, 412 tok/s each, 395 TFLOP/s each, MFU 40%, 61.0 GB in use" in words
+    assert "in use, 0.2% of the time held up by the exchange" in words
+    unknown = {**REGIONS[0], "devices": 2, "tflops": 0.0512}
+    words = " ".join(drawn(status_view(changed(regions=[unknown])), width).split())
+    assert "left: 2 devices, 1650 tok/s each, 0.0512 TFLOP/s each" in words
+    assert "MFU" not in words and "in use" not in words
+    laptop = {**REGIONS[0], "devices": 1, "tflops": 0.05}
+    assert "TFLOP" not in drawn(status_view(changed(regions=[laptop])), width)
 
 
 def test_text_from_a_region_is_never_read_as_markup():
@@ -123,15 +171,66 @@ def test_trouble_is_shown_wherever_the_run_is_shown(state):
     alarm = "! runs/x needs 67 free bytes and has 3."
     assert alarm in drawn(status_view(troubled))
     assert alarm in plain_line(troubled)
-    assert alarm in page(troubled)
+    assert f"role='alert'><p>{alarm.removeprefix('! ')}" in page(troubled)
 
 
 def test_figures_are_not_wrapped_in_a_window_of_80_columns():
     tokens = {"budget": 4_000_000, "applied": 1_000_000, "pending": 598_000, "discarded": 99_000}
     lines = drawn(status_view(changed(tokens=tokens)), 80).splitlines()
-    assert "held-out loss 2.750 · outer steps 12 · goodput 97%" in [each.rstrip() for each in lines]
-    second = "bits/param 3.15 up, 6.20 down · 598.0k pending · 99.0k discarded"
-    assert second in [each.rstrip() for each in lines]
+    told = [each.rstrip() for each in lines]
+    assert "held-out loss 2.750 at outer step 8 of 12" in told
+    assert "goodput: time 7%, tokens 9%, participation 50% · kept 97%" in told
+    assert "bits/param 3.15 up, 6.20 down · 598.0k pending · 99.0k discarded" in told
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_share_of_the_time_leads_and_what_is_merely_kept_is_not_called_goodput(width):
+    """A run that stood still for most of the time must not read as if all were well."""
+    figures = {"goodput": 1.0, "goodputs": Goodputs(time=0.07, tokens=0.07, participation=0.5)}
+    ended = Summary(state="finished", **figures)  # type: ignore[arg-type]
+    for words in (
+        " ".join(drawn(status_view(changed(goodput=1.0)), width).split()),
+        " ".join(drawn(summary_view(ended), width).split()),
+    ):
+        shares = [words.index(word) for word in ("time 7%", "participation", "kept")]
+        assert shares == sorted(shares)
+        assert "goodput 100%" not in words and "100%" in words[shares[-1] :]
+    shown = page(changed(goodput=1.0))
+    assert shown.index("went into useful steps") < shown.index("kept of what was trained")
+    assert "<h2>Goodput</h2><b class='big'>100%" not in shown
+
+
+LOSSES = [
+    (LossStatus(), "not evaluated yet"),
+    (
+        LossStatus(heldout=5.743, first=5.743, best=5.743, heldout_at=0, first_at=0, best_at=0),
+        "5.743 at outer step 0 of 96, the only evaluation",
+    ),
+    (
+        LossStatus(heldout=1.632, first=5.743, best=1.6, heldout_at=92, first_at=0, best_at=88),
+        "5.743 at outer step 0, 1.632 at 92 of 96, 1.600 at best",
+    ),
+    (
+        LossStatus(heldout=1.632, first=5.743, best=1.632, heldout_at=92, first_at=0, best_at=92),
+        "5.743 at outer step 0, 1.632 at 92 of 96, the best",
+    ),
+    (
+        LossStatus(heldout=6.1, first=5.743, best=5.743, heldout_at=92, first_at=0, best_at=0),
+        "5.743 at outer step 0, the best, 6.100 at 92 of 96",
+    ),
+]
+
+
+@pytest.mark.parametrize("losses, said", LOSSES)
+def test_each_evaluation_is_printed_once_with_the_step_it_belongs_to(losses, said):
+    told = drawn(summary_view(Summary(state="stopped", loss=losses, outer_steps=96)), 200)
+    assert f"held-out loss  {said}" in told
+
+
+def test_the_name_of_a_held_out_file_is_never_cut_short():
+    path = "a/rather/long/path/to/some/text/file.txt"
+    told = drawn(summary_view(Summary(state="stopped"), beside=[("held-out text", path)]), 40)
+    assert path in "".join(word for word in told.split() if "held-out" not in word)
 
 
 def test_a_file_gets_whole_lines_and_no_padding():
@@ -183,11 +282,11 @@ def test_the_time_left_comes_from_the_tokens_applied_lately():
 
 
 def test_the_summary_accounts_for_tokens_and_shows_the_fall_of_the_loss():
-    tokens = {"trained": 0.0, "applied": 101.0, "pending": 0.0, "refused": 3.0, "discarded": 4.0}
+    tokens = dict.fromkeys(FATES, 0.0) | {"applied": 101.0, "refused": 3.0, "discarded": 4.0}
     summary = Summary(
         state="finished",
         tokens=RunTokens(budget=100, **tokens),
-        loss=LossStatus(heldout=2.1, first=5.5, best=2.0, train=1.9),
+        loss=LossStatus(heldout=2.1, first=5.5, best=2.0, train=1.9, heldout_at=38, first_at=0),
         outer_steps=40,
         wire=WireUse(
             bits_per_parameter_up=3.15,
@@ -198,8 +297,22 @@ def test_the_summary_accounts_for_tokens_and_shows_the_fall_of_the_loss():
         wall_seconds=125.0,
     )
     told = drawn(summary_view(summary))
-    for fact in ("finished", "5.500 at the start", "101 of 100", "3 refused", "3.0 MB", "2 min"):
+    for fact in ("finished", "5.500 at outer step 0", "101 of 100", "3 refused", "3.0 MB", "2 min"):
         assert fact in told
+
+
+def test_the_summary_says_what_was_read_twice_or_left_out_where_anything_was():
+    tokens = RunTokens(budget=100, **dict.fromkeys(FATES, 0.0))
+    assert "read twice" not in drawn(summary_view(Summary(state="finished", tokens=tokens)))
+    tokens = tokens.model_copy(update={"repeated": 640.0, "unread": 64.0})
+    told = drawn(summary_view(Summary(state="finished", tokens=tokens)), 120)
+    assert "640 tokens read twice, 64 left out" in told
+
+
+def test_the_summary_says_why_the_budget_was_not_kept():
+    summary = Summary(state="finished", overshoot="102 % of the budget: iowa was away")
+    assert "102 % of the budget: iowa was away" in drawn(summary_view(summary))
+    assert "budget" not in drawn(summary_view(Summary(state="finished")))
 
 
 def test_a_region_that_cannot_reach_its_server_is_named_with_the_time():

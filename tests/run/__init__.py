@@ -1,0 +1,1 @@
+"""One run on this machine, and its folder."""

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco_cli.core import pace, rounds, unmerged_work
+from diloco_cli.core import conductor, pace, rounds, unmerged_work
+from diloco_cli.core.conductor import (
+    Attendance,
+    CallFragment,
+    CloseRound,
+    DealLanes,
+    EndRun,
+    FinishRun,
+    RetireRegion,
+    RoundTable,
+    RunTerms,
+)
 from diloco_cli.core.journal_records import (
     FragmentCalled,
     FrameDecided,
@@ -17,11 +28,12 @@ from diloco_cli.core.journal_records import (
     RunEnded,
     VersionPublished,
 )
-from diloco_cli.core.ledger import Admitted, Ledger, TurnedAway, admit_worker
-from diloco_cli.core.rounds import Answer, Close, Receipt, Round
+from diloco_cli.core.ledger import Ledger
+from diloco_cli.core.members import Admitted, TurnedAway, admit_worker
+from diloco_cli.core.rounds import Answer, Receipt, Round
 from diloco_cli.core.unmerged_work import Book, Posted
 from diloco_cli.merge import rules
-from diloco_cli.spec.schema import SyncSpec
+from diloco_cli.spec.schema import GraceSpec, SyncSpec
 
 LEASE = 10.0
 
@@ -48,15 +60,15 @@ class Region:
 
 class Stage:
     def __init__(self, *names: str, budget: float = 1e9, **sync) -> None:
-        self.sync = SyncSpec(**{"fragments": 1, "every": 10, **sync})
-        self.budget = budget
+        grace = GraceSpec(kind="fixed", seconds=1.0)
+        self.sync = SyncSpec(**{"fragments": 1, "every": 10, "grace": grace, **sync})
         self.now = 0.0
         self.journal: list[Record] = []
         self.ledger = Ledger.empty(1)
-        self.round = Round()
+        self.table = RoundTable([Round()])
+        self.terms = RunTerms(self.sync, [1], budget, LEASE)
         self.signs: dict[str, float] = {}
         self.reports: dict[str, list[pace.Report]] = {}
-        self.averages = pace.Averages()
         self.weights: dict[str, float] = {}
         """Of the newest version, by member."""
         self.regions = {name: Region(name) for name in names}
@@ -66,10 +78,6 @@ class Stage:
     @property
     def slot(self):
         return self.ledger.slots[0]
-
-    @property
-    def need(self) -> int:
-        return 1 if self.ledger.end else self.sync.quorum
 
     def live(self) -> set[str]:
         return {name for name, sign in self.signs.items() if self.now < sign + LEASE}
@@ -133,7 +141,8 @@ class Stage:
         )
         if isinstance(answer, rounds.Accept):
             self.record(FrameDecided(receipt, "pending"))
-            self.round = rounds.joined(self.round, name, need=self.need, now=self.now)
+            need = conductor.need(self.ledger, self.sync)
+            self.table.arrived(0, name, need=need, now=self.now)
             self.tick()
         return answer
 
@@ -161,28 +170,22 @@ class Stage:
     # What the server does
 
     def tick(self) -> None:
-        live = self.live()
-        if not self.ledger.end and sum(self.slot.applied.values()) >= self.budget:
-            self.record(RunEnded("budget reached"))
-        due = (
-            pace.due_at_end(self.ledger.slots, self.reports, live)
-            if self.ledger.end
-            else pace.due(self.ledger.slots, self.reports, live, self.sync)
-        )
-        if due:
-            self.record(FragmentCalled(0, self.slot.version))
-            self.round = rounds.called(
-                self.round,
-                need=self.need,
-                usual=pace.usual_answer(self.averages, live, self.need),
-                grace=pace.grace(self.averages, live, self.sync),
-                now=self.now,
-            )
-        verdict = rounds.decide(
-            self.round, live=live, need=self.need, drained=self.drained(), now=self.now
-        )
-        if isinstance(verdict, Close):
-            self.close(verdict.members)
+        here = sorted(self.live())
+        seen = Attendance(here, self.reports, empty=[self.drained()])
+        look = conductor.tick(self.ledger, self.table, seen, self.terms, now=self.now)
+        for action in look.actions:
+            match action:
+                case EndRun():
+                    self.record(RunEnded(action.why))
+                    self.table.ended_at = self.now
+                    self.tick()
+                case CallFragment():
+                    self.record(FragmentCalled(action.fragment, action.version))
+                    self.table.rounds[action.fragment] = action.round
+                case CloseRound():
+                    self.close(action.verdict.members)
+                case FinishRun() | RetireRegion() | DealLanes():
+                    pass  # No story goes on so long.
 
     def drained(self) -> set[str]:
         books = {name: region.book for name, region in self.regions.items()}
@@ -194,7 +197,7 @@ class Stage:
         drain = bool(self.ledger.end)
         version = self.slot.version
         self.record(RoundClosed(0, version, members, drain))
-        self.round = Round(tuple(self.slot.waiting))
+        self.table.rounds[0] = Round(tuple(self.slot.waiting))
         self.weights = {
             name: rules.weight(receipt.tokens, receipt.steps, steps_cap=cap)
             for name, receipt in self.slot.closing.items()
@@ -212,10 +215,8 @@ class Stage:
         """Everything in memory is gone; the journal is read again and leases start anew."""
         self.ledger = Ledger.folded(1, enumerate(self.journal, 1))
         self.signs = dict.fromkeys(self.ledger.regions, self.now)
-        self.reports, self.averages = {}, pace.Averages()
-        self.round = Round(tuple(self.slot.waiting))
-        if self.slot.phase == "called":
-            self.round = rounds.called(self.round, need=self.need, usual=0, grace=5, now=self.now)
+        self.reports = {}
+        self.table = RoundTable.reopened(self.ledger, self.sync, now=self.now)
 
     @property
     def share(self) -> dict[str, float]:

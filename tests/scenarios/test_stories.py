@@ -4,7 +4,7 @@ import pytest
 
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.journal_records import FragmentCalled
-from diloco_cli.core.ledger import Admitted, TurnedAway
+from diloco_cli.core.members import Admitted, TurnedAway
 from diloco_cli.core.rounds import Accept, Decision, Fenced, Foreign, Recorded, Returned
 from tests.scenarios.harness import LEASE, Stage
 

@@ -16,7 +16,7 @@ from diloco_cli.net.options import ONCE, Options
 from diloco_cli.server.http.audit import Audit
 from diloco_cli.wire.frame import open_frame
 from tests.security.tls_server import Guarded, client, mixed
-from tests.server.harness import Region, make_recipe
+from tests.server.harness import Region, make_settings
 
 pytestmark = pytest.mark.live
 
@@ -26,20 +26,12 @@ def contribute(running: Guarded) -> tuple[str, int]:
     paris = running.vault.identity("upload", "paris")
     with Client(running.url, Options(credentials=paris, retry=ONCE)) as api:
         about = api.run()
-        region = Region("paris", make_recipe(), about.run)
-        asked = region.join
-        joined = api.join(
-            "paris",
-            owner=asked.owner,
-            boot=asked.boot,
-            spec_digest=asked.spec_digest,
-            layout_digest=asked.layout_digest,
-        )
-        region.epoch = joined.epoch
+        region = Region("paris", make_settings(), about.run)
+        region.join_through(api)
         frame = region.frame(0)
         said = open_frame(frame)
         base, clock = said.header.base, said.header.clock
-        answer = api.submit(0, "paris", base, clock, frame, epoch=joined.epoch)
+        answer = api.submit(0, "paris", base, clock, frame, epoch=region.epoch)
         assert answer.fate in ("pending", "returned")
         api.whole(0, 0)
     return said.digest, len(frame)

@@ -71,14 +71,14 @@ def test_another_name_makes_a_new_server_certificate_that_keeps_the_old_names(he
 
 
 def test_a_renewal_leaves_a_day_and_a_revocation_none(here: Path):
-    office = CredentialFolder(here / "certs")
-    office.issue("upload", "paris", 30, renew=False)
+    credentials = CredentialFolder(here / "certs")
+    credentials.issue("upload", "paris", 30, renew=False)
     first = (here / "certs/regions/paris/token").read_text().strip()
-    office.issue("upload", "paris", 30, renew=True)
+    credentials.issue("upload", "paris", 30, renew=True)
     second = (here / "certs/regions/paris/token").read_text().strip()
     now = time.time()
     name = here.name if (here / "run.yaml").read_text().count(f"name: {here.name}") else None
-    run = office.entries()[0]
+    run = credentials.entries()[0]
     assert name in (None, run)
 
     def state(token: str, at: float) -> str:
@@ -91,8 +91,8 @@ def test_a_renewal_leaves_a_day_and_a_revocation_none(here: Path):
     assert state(first, now) == state(second, now) == "upload:paris"
     assert state(first, now + 86_401 * 1.01) == "expired-credential"
     assert state(second, now + 86_401 * 1.01) == "upload:paris"
-    assert len(office.revoke("upload", "paris")) == 2
-    assert office.revoke("upload", "paris") == []
+    assert len(credentials.revoke("upload", "paris")) == 2
+    assert credentials.revoke("upload", "paris") == []
     assert state(first, now) == state(second, now) == "revoked-credential"
 
 
@@ -100,9 +100,9 @@ def test_an_expired_certificate_of_the_server_is_made_anew(here: Path):
     old = CredentialFolder(here / "certs")
     run = old.entries()[0]
     (here / "certs/server.pem").unlink()
-    old.found(run, [], -1)
-    assert any("server's certificate" in line for line in old.found(run, [], 30))
-    assert old.found(run, [], 30) == []
+    old.create_missing(run, [], -1)
+    assert any("server's certificate" in line for line in old.create_missing(run, [], 30))
+    assert old.create_missing(run, [], 30) == []
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_mistake_is_named_with_what_to_do(
 
 def test_the_folder_of_another_run_is_refused(here: Path):
     with pytest.raises(SpecError, match="credentials of run"):
-        CredentialFolder(here / "certs").found("somebody-elses", [], 30)
+        CredentialFolder(here / "certs").create_missing("somebody-elses", [], 30)
     with pytest.raises(StoreError, match="has the credentials of run"):
         TokenList(here / "certs/tokens.json", "somebody-elses")
 

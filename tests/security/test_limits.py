@@ -14,7 +14,7 @@ from diloco_cli.server.refusals import HttpRefusal
 
 
 def test_a_region_has_so_many_uploads_and_bytes_at_once_and_no_other_pays_for_it():
-    quota = Quota(1000)
+    quota = Quota(lambda: 1000)
     with ExitStack() as under_way:
         for _ in range(UPLOADS_PER_REGION):
             under_way.enter_context(quota.taken("paris", 10))

@@ -35,7 +35,10 @@ TABLE: dict[str, tuple[set[str], str, int]] = {
     "weights": (READERS, "/v1/weights", 200),
     "status": (EVERYBODY, "/v1/status", 200),
     "events": (READERS, "/v1/events", 200),
+    "history": (EVERYBODY, "/v1/history", 200),
     "stop": ({"admin"}, "/v1/stop", 426),
+    "amend": ({"admin"}, "/v1/amendments", 400),
+    "amendments": (EVERYBODY, "/v1/amendments", 200),
     "metrics": (READERS, "/metrics", 200),
     "health": (set(), "/healthz", 200),
     "described": (EVERYBODY, "/openapi.json", 200),
@@ -59,15 +62,15 @@ def people(guarded: Guarded) -> dict[str, Credentials]:
     paris = vault.identity("upload", "paris")
     expired = vault.made("upload", "iowa", days=-1)
     rome = vault.made("upload", "rome")
-    stranger = vault.made("upload", "paris", office=vault.other)
+    stranger = vault.made("upload", "paris", credentials=vault.other)
     revoked = load_credentials(rome)
-    vault.office.revoke("upload", "rome")
+    vault.credentials.revoke("upload", "rome")
     guarded.until("the certificates have changed and are in use")
     return {
         "region": paris,
         "other region": vault.identity("upload", "tokyo"),
         "reader": vault.identity("read", "looker"),
-        "admin": load_credentials(vault.office.folder / "admins" / "operator"),
+        "admin": load_credentials(vault.credentials.folder / "admins" / "operator"),
         "none": mixed(paris, ""),
         "unknown": mixed(paris, "diloco.trial.paris." + "A" * 43),
         "expired": mixed(paris, token_of(expired)),

@@ -53,13 +53,13 @@ CHANGED = "the certificates have changed and are in use"
 def test_a_revoked_region_is_out_at_the_next_request_and_its_certificate_soon_after(
     running: Guarded,
 ):
-    office = running.vault.office
+    credentials = running.vault.credentials
     paris = running.vault.identity("upload", "paris")
     tokyo = running.vault.identity("upload", "tokyo")
     with client(running.url, paris, http2=False) as asked:
         assert asked.get("/v1/status").status_code == 200  # Issued after the start.
         told = running.said.count(CHANGED)
-        office.revoke("upload", "paris")
+        credentials.revoke("upload", "paris")
         with suppress(httpx.TransportError):  # The connection itself may be gone already.
             assert asked.get("/v1/status").status_code == 401
         running.until(CHANGED, told + 1)
@@ -89,18 +89,18 @@ def test_a_stream_that_was_open_ends_with_the_revocation(running: Guarded):
     threading.Thread(target=follow, daemon=True).start()
     assert opened.wait(20)
     told = running.said.count(CHANGED)
-    running.vault.office.revoke("read", "looker")
+    running.vault.credentials.revoke("read", "looker")
     assert ended.wait(30)
     running.until(CHANGED, told + 1)
 
 
 def test_a_new_server_certificate_is_shown_without_a_restart(running: Guarded):
-    office = running.vault.office
-    operator = load_credentials(office.folder / "admins" / "operator")
+    credentials = running.vault.credentials
+    operator = load_credentials(credentials.folder / "admins" / "operator")
     patiently(lambda: not refused_in_the_handshake(running.url, operator))
     before = _shown(running.url)
     told = running.said.count(CHANGED)
-    office.found("trial", ["localhost.example"], 30)
+    credentials.create_missing("trial", ["localhost.example"], 30)
     running.until(CHANGED, told + 1)
     patiently(lambda: _shown(running.url) != before)
     with client(running.url, operator) as asked:
@@ -108,20 +108,20 @@ def test_a_new_server_certificate_is_shown_without_a_restart(running: Guarded):
 
 
 def test_files_that_cannot_be_used_leave_the_old_ones_in_place(running: Guarded):
-    office = running.vault.office
-    operator = load_credentials(office.folder / "admins" / "operator")
-    (office.folder / "server.pem").write_bytes(b"not a certificate")
+    credentials = running.vault.credentials
+    operator = load_credentials(credentials.folder / "admins" / "operator")
+    (credentials.folder / "server.pem").write_bytes(b"not a certificate")
     running.until("the new certificates are not used")
     with client(running.url, operator) as asked:
         assert asked.get("/v1/status").status_code == 200
-    (office.folder / "server.pem").unlink()  # As between two steps of somebody's script.
+    (credentials.folder / "server.pem").unlink()  # As between two steps of somebody's script.
     running.until("No such file")
     told = running.said.count(CHANGED)
-    office.found("trial", ["localhost.example"], 30)
-    os.chmod(office.folder / "server.key", 0o644)
+    credentials.create_missing("trial", ["localhost.example"], 30)
+    os.chmod(credentials.folder / "server.key", 0o644)
     running.until("can be read by other users of this host")
     assert running.said.count(CHANGED) == told
-    os.chmod(office.folder / "server.key", 0o600)
+    os.chmod(credentials.folder / "server.key", 0o600)
     running.until(CHANGED, told + 1)
     patiently(lambda: not refused_in_the_handshake(running.url, operator))
     with client(running.url, operator) as asked:
@@ -161,18 +161,18 @@ def test_a_server_without_its_locks_does_not_open(
     tmp_path: Path, spoil: Callable[[Path], None], says: str
 ):
     vault = Vault(tmp_path)
-    spoil(vault.office.folder)
-    certificates = Certificates(vault.office.folder)
+    spoil(vault.credentials.folder)
+    certificates = Certificates(vault.credentials.folder)
     with pytest.raises((SpecError, StoreError), match=says) as refused:
         certificates.check()
-        certificates.keyring("trial")
+        certificates.tokens("trial")
     assert refused.value.hint
 
 
 def test_serving_stops_at_the_first_missing_lock(tmp_path: Path):
     vault = Vault(tmp_path)
-    (vault.office.folder / "revoked.pem").unlink()
-    server = {"listen": "0.0.0.0:0", "certs": str(vault.office.folder)}
+    (vault.credentials.folder / "revoked.pem").unlink()
+    server = {"listen": "0.0.0.0:0", "certs": str(vault.credentials.folder)}
     ended = subprocess.run(
         (sys.executable, *SMALL_SERVER, str(tmp_path), json.dumps({"server": server})),
         cwd=ROOT,

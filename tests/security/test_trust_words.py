@@ -46,7 +46,7 @@ def spoiled(
 ) -> Iterator[dict[str, Credentials]]:
     vault: Vault = guarded.vault
     paris = vault.identity("upload", "paris")
-    stranger = vault.made("upload", "paris", office=vault.other)
+    stranger = vault.made("upload", "paris", credentials=vault.other)
     yield {
         "good": paris,
         "no certificate": Credentials(paris.token, paris.ca),
@@ -97,7 +97,7 @@ def test_an_expired_server_and_one_of_other_names_are_told_apart(
     own: Callable[..., Guarded], tmp_path: Path
 ):
     running = own(server={"listen": "0.0.0.0:0"})
-    folder = running.vault.office.folder
+    folder = running.vault.credentials.folder
     paris = running.vault.identity("upload", "paris")
     other = running.url.replace("127.0.0.1", "127.0.0.2")
     for backend in BACKENDS:

@@ -28,17 +28,17 @@ class Vault:
     """A folder of certificates with one of everything that can go wrong."""
 
     def __init__(self, folder: Path) -> None:
-        self.office = CredentialFolder(folder / "certs")
-        self.office.found(RUN, [], 30)
+        self.credentials = CredentialFolder(folder / "certs")
+        self.credentials.create_missing(RUN, [], 30)
         self.other = CredentialFolder(folder / "other")
-        self.other.found("another", [], 30)
+        self.other.create_missing("another", [], 30)
 
     def made(
-        self, role: Role, name: str, *, days: int = 30, office: CredentialFolder | None = None
+        self, role: Role, name: str, *, days: int = 30, credentials: CredentialFolder | None = None
     ) -> Path:
-        office = office or self.office
-        office.issue(role, name, days, renew=False)
-        return bundle(office.folder, role, name)
+        credentials = credentials or self.credentials
+        credentials.issue(role, name, days, renew=False)
+        return bundle(credentials.folder, role, name)
 
     def identity(self, role: Role, name: str) -> Credentials:
         return load_credentials(self.made(role, name))
@@ -97,7 +97,7 @@ def start(folder: Path, vault: Vault | None, **changes: Any) -> Guarded:
     """Starts a server and waits until it listens."""
     folder.mkdir(exist_ok=True)
     vault = vault or Vault(folder)
-    changes["server"] = {"certs": str(vault.office.folder), **changes.get("server", {})}
+    changes["server"] = {"certs": str(vault.credentials.folder), **changes.get("server", {})}
     with open(folder / "log", "ab") as log:
         child = subprocess.Popen(
             (sys.executable, *SMALL_SERVER, str(folder), json.dumps(changes)),

@@ -12,7 +12,7 @@ from diloco_cli.errors import DilocoError
 from diloco_cli.server.http import idle
 from diloco_cli.server.lifecycle import serve
 from diloco_cli.system import failpoints, logs
-from tests.server.harness import initial, make_recipe, make_spec
+from tests.server.harness import initial, make_settings, make_spec
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def run(folder: Path, changes: dict[str, Any]) -> int:
         _spoil_the_disk()
     idle.STRANGER_SECONDS = changes.pop("stranger_seconds", idle.STRANGER_SECONDS)
     try:
-        return serve(make_recipe(make_spec(**changes)), folder, initial, with_parent=with_parent)
+        return serve(make_settings(make_spec(**changes)), folder, initial, with_parent=with_parent)
     except DilocoError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -7,7 +7,7 @@ import pytest
 from diloco_cli.server.build_status import build_status, build_summary
 from diloco_cli.server.rounds.state import UPLOAD_TROUBLE_SECONDS
 from diloco_cli.system.files import DiskFull
-from tests.server.harness import NAMES, Bench, in_a_loop, make_recipe, make_spec
+from tests.server.harness import NAMES, Bench, in_a_loop, joined, make_spec
 
 FULL = DiskFull("x needs 67 free bytes and has 3.", hint="Free some space.")
 
@@ -19,8 +19,7 @@ def words(bench: Bench) -> dict[str, str]:
 
 @in_a_loop
 async def test_a_full_disk_is_trouble_until_something_is_written(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     bench.state.disk_full("upload", FULL)
     bench.server.tick()
     told = build_status(bench.server, "http://h:1")
@@ -46,8 +45,7 @@ async def test_trouble_of_a_sender_who_is_gone_is_forgotten(tmp_path):
 
 @in_a_loop
 async def test_who_said_goodbye_has_left_and_who_is_silent_is_away(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     for name in NAMES:
         await bench.beat(name, 1.0)
     await bench.beat("paris", stopping=True, why="SIGTERM received")
@@ -58,8 +56,7 @@ async def test_who_said_goodbye_has_left_and_who_is_silent_is_away(tmp_path):
 
 @in_a_loop
 async def test_a_finished_run_names_who_was_not_waited_for(tmp_path):
-    bench = Bench(tmp_path, make_recipe(make_spec(budget={"tokens": 500})))
-    await bench.join()
+    bench = await joined(tmp_path, make_spec(budget={"tokens": 500}))
     await bench.round(0)
     await bench.round(1)
     await bench.beat("tokyo", stopping=True)
@@ -77,8 +74,7 @@ async def test_a_finished_run_names_who_was_not_waited_for(tmp_path):
 
 @in_a_loop
 async def test_the_regions_of_a_finished_run_are_done(tmp_path):
-    bench = Bench(tmp_path, make_recipe(make_spec(budget={"tokens": 500})))
-    await bench.join()
+    bench = await joined(tmp_path, make_spec(budget={"tokens": 500}))
     await bench.round(0)
     await bench.round(1)
     for name in NAMES:
@@ -92,8 +88,7 @@ async def test_the_regions_of_a_finished_run_are_done(tmp_path):
 
 @in_a_loop
 async def test_goodputs_count_what_was_kept_against_the_time_that_passed(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.round(0)
     await bench.round(1, "iowa", "paris")
     bench.clock.now = 1100.0
@@ -112,8 +107,7 @@ async def test_goodputs_count_what_was_kept_against_the_time_that_passed(tmp_pat
 
 @in_a_loop
 async def test_an_outage_of_the_server_costs_goodput_and_a_rest_of_the_run_does_not(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.round(0)
     await bench.beat("iowa", worked=30.0)
 

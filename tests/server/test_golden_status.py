@@ -16,7 +16,7 @@ import pytest
 from diloco_cli.observe.status import StatusDocument
 from diloco_cli.server.build_status import build_status, build_summary
 from tests import ROOT
-from tests.server.harness import Bench, make_recipe, make_spec
+from tests.server.harness import TEXT, Bench, make_settings, make_spec
 
 URL = "http://127.0.0.1:7350"
 NAMES = (
@@ -36,7 +36,9 @@ def text_of(document: StatusDocument) -> str:
 
 async def documents(folder: Path) -> dict[str, str]:
     """A small run: nobody there yet, one region dead, stopped once, finished."""
-    bench = Bench(folder, make_recipe(make_spec(budget={"tokens": 1_300})))
+    bench = Bench(folder, make_settings(make_spec(budget={"tokens": 1_300})))
+    for region in bench.regions.values():
+        region.order = TEXT
     texts: dict[str, str] = {}
 
     def keep(name: str) -> None:
@@ -57,7 +59,10 @@ async def documents(folder: Path) -> dict[str, str]:
     await bench.round(0, "iowa", "paris")
     await bench.call(1, "iowa", "paris")
     await bench.send("iowa", 1)
-    await bench.beat("iowa", 3.0, worked=20.0, loss=4.5, tokens_per_second=640.0, pace=650.0)
+    devices = {"devices": 8, "tflops": 395.5, "mfu": 0.4, "device_memory": 61_000_000_000}
+    await bench.beat(
+        "iowa", 3.0, worked=20.0, loss=4.5, tokens_per_second=640.0, pace=650.0, **devices
+    )
     await bench.beat("paris", training=False, why="starting the trainer")
     keep("status-training")
     bench.server.stop("stopped by a test")

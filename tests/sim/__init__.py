@@ -1,0 +1,1 @@
+"""A simulated run decides as a live one."""

@@ -195,9 +195,9 @@ def test_a_server_that_returns_takes_nobody_for_dead():
 
 
 def test_a_merge_that_died_with_the_server_is_done_again_once():
-    hub = ServerSite(merge_values=25e6)  # Four contributions take four seconds.
+    server = ServerSite(merge_values=25e6)  # Four contributions take four seconds.
     faults = [Fault(14.0 + n, "kill-server", duration=0.5) for n in range(0, 400, 7)]
-    play = Simulation(scenario(faults=faults, hub=hub))
+    play = Simulation(scenario(faults=faults, server=server))
     one = play.run()
     assert one.versions > 20
     assert all(members > 0 for _, _, members in one.timeline)
@@ -230,7 +230,7 @@ def test_without_overlap_the_training_waits_for_the_line():
 
 
 def test_the_servers_own_line_is_shared():
-    one = simulate(scenario(8, hub=ServerSite(Link(60e6))))
+    one = simulate(scenario(8, server=ServerSite(Link(60e6))))
     assert one.pace < 0.8
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.spec.amendable import changes_in_a_run
 from diloco_cli.spec.resolved import resolved, resolved_yaml, write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.spec.yaml_source import read
@@ -64,15 +65,19 @@ def test_another_spec_in_the_same_folder_is_refused_with_the_keys_that_differ(tm
     assert "--dir" in (caught.value.hint or "")
 
 
-def test_a_section_that_is_somebody_elses_may_differ(tmp_path: Path):
+def test_a_worker_may_come_with_other_settings_but_not_with_another_run(tmp_path: Path):
     file = write_resolved(loaded(GOOD, "server.certs=certs"), tmp_path)
     before = file.read_bytes()
-    assert write_resolved(loaded(), tmp_path, apart="server") == file
+    changed = loaded(GOOD, "regions.1.speed=0.5", "wire.rate_limit=8Mbit", "sync.quorum=2")
+    assert write_resolved(changed, tmp_path, may_differ=changes_in_a_run) == file
     assert file.read_bytes() == before
     with pytest.raises(SpecError, match=r"server.certs: 'certs' there, absent here"):
         write_resolved(loaded(), tmp_path)
-    with pytest.raises(SpecError, match=r"sync.quorum: 1 there, 2 here"):
-        write_resolved(loaded(GOOD, "sync.quorum=2"), tmp_path, apart="server")
+    with pytest.raises(SpecError, match=r"seed: 0 there, 7 here") as caught:
+        write_resolved(
+            loaded(GOOD, "seed=7", "sync.quorum=2"), tmp_path, may_differ=changes_in_a_run
+        )
+    assert "quorum" not in caught.value.message
 
 
 def test_an_option_that_is_only_on_one_side_is_called_absent(tmp_path: Path):

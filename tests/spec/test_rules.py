@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from diloco_cli.spec.durations import seconds_of
+from diloco_cli.spec.load import parse_spec
 from diloco_cli.spec.rules import Conflicts
 from diloco_cli.spec.schema import RunSpec
 from tests.spec.short_spec import GOOD, loaded, problems, the_problem, with_line
@@ -53,6 +55,49 @@ def test_the_cheapest_round_counts_the_regions_with_the_smallest_batches():
     found = the_problem(small, "budget.tokens=6143")
     assert "is 6143 but one round takes at least 6144" in found.message
     assert the_problem(small, "budget.tokens=6144", "sync.quorum=2").key == "budget.tokens"
+
+
+def test_a_quorum_that_needs_joiners_is_a_warning_where_others_may_join():
+    text = with_line("quorum: 1", "quorum: 3")
+    assert problems(text, "server.admit=open") == []
+    (warning,) = parse_spec(text, "run.yaml", ["server.admit=open"]).warnings
+    assert warning.key == "sync.quorum" and "before others have joined" in warning.message
+
+
+@pytest.mark.parametrize(
+    "admit, more, fault",
+    [
+        ("credentialed", (), "there are no credentials"),
+        ("credentialed", ("server.certs=certs",), None),
+        ("open", (), None),
+        ("open", ("server.certs=certs",), "server.certs is given"),
+        ("open", ("server.certs=certs", "server.listen=0.0.0.0:1"), "server.certs is given"),
+    ],
+)
+def test_who_may_join_fits_how_the_server_is_reached(admit, more, fault):
+    found = problems(GOOD, f"server.admit={admit}", *more)
+    assert [it.key for it in found] == (["server.admit"] if fault else [])
+    assert not fault or fault in found[0].message
+
+
+@pytest.mark.parametrize(
+    "text, seconds", [("90s", 90), ("30m", 1800), ("12h", 43200), ("7d", 604800)]
+)
+def test_a_duration_has_a_unit(text: str, seconds: float):
+    assert (
+        seconds_of(text) == seconds == loaded(GOOD, f"server.forget={text}").server.forget_seconds
+    )
+
+
+@pytest.mark.parametrize("text", ["7", "0d", "7 weeks", "-1d", "d"])
+def test_what_is_no_duration_is_refused_with_an_example(text: str):
+    found = the_problem(GOOD, f"server.forget={text}")
+    assert found.key == "server.forget" and found.hint and "12h or 7d" in found.hint
+
+
+def test_a_region_is_not_retired_before_its_lease_is_over():
+    found = the_problem(GOOD, "server.forget=10s")
+    assert found.key == "server.forget" and "server.lease, 10 s" in found.message
 
 
 @pytest.mark.parametrize("where", ["inner", "regions.1.inner"])
@@ -163,13 +208,63 @@ def test_reserved_keys_must_stay_empty():
     assert "not available in this version" in the_problem(GOOD + "export: {a: 1}\n").message
 
 
-def test_more_devices_than_this_version_uses_are_refused_not_ignored():
-    regions = ({"name": "left", "devices": 1}, {"name": "right", "devices": 4})
-    data = loaded().model_dump(exclude_unset=True) | {"regions": regions}
-    with pytest.raises(ValidationError) as caught:
-        RunSpec.model_validate(data)
-    (fault,) = caught.value.errors()[0].get("ctx", {})["error"].faults
-    assert fault.path == ("regions", 1, "devices") and "one device" in fault.message
+# Devices
+
+
+def with_tokyo(keys: str) -> str:
+    return with_line("{name: tokyo}", f"{{name: tokyo, {keys}}}")
+
+
+def test_devices_are_short_for_a_mesh_of_fsdp():
+    spec = loaded(with_tokyo("devices: 4"))
+    assert [region.devices_by_axis.size for region in spec.regions] == [1, 4]
+    assert spec.region("tokyo").devices_by_axis.fsdp == 4
+    whole = loaded(with_tokyo("mesh: {data: 2, fsdp: 4, tensor: 2}")).region("tokyo")
+    assert whole.devices_by_axis.size == 16
+
+
+def test_a_mesh_is_said_once():
+    found = the_problem(with_tokyo("devices: 4, mesh: {fsdp: 4}"))
+    assert found.key == "regions.1.devices" and "mesh is given too" in found.message
+
+
+@pytest.mark.parametrize(
+    "keys, at, parts",
+    [
+        ("devices: 3", "devices", "data 1 × fsdp 3 = 3 parts"),
+        ("mesh: {data: 4, fsdp: 8}", "mesh", "data 4 × fsdp 8 = 32 parts"),
+        ("devices: 8, inner: {accumulate: 4}", "devices", "fsdp 8 × accumulate 4 = 32 parts"),
+    ],
+)
+def test_a_batch_that_cannot_be_dealt_out_is_refused_at_the_mesh(keys: str, at: str, parts: str):
+    found = the_problem(with_tokyo(keys))
+    assert found.key == f"regions.1.{at}" and parts in found.message
+    assert "Make batch a multiple of" in (found.hint or "")
+
+
+@pytest.mark.parametrize("hosts", ["hosts: 2", "hosts: 3, mesh: {data: 2, fsdp: 2}"])
+def test_hosts_of_a_region_have_equal_parts_of_its_mesh(hosts):
+    found = the_problem(with_tokyo(hosts))
+    assert found.key == "regions.1.hosts" and "in equal parts" in found.message
+    assert loaded(with_tokyo("hosts: 2, devices: 4")).region("tokyo").host_count == 2
+
+
+def test_devices_of_one_tensor_group_share_their_sequences():
+    assert problems(with_tokyo("mesh: {fsdp: 8, tensor: 64}")) == []
+
+
+@pytest.mark.parametrize("where", ["inner", "regions.1.inner"])
+def test_a_sequence_that_cannot_be_cut_is_refused_where_it_is_asked_for(where: str):
+    found = the_problem(GOOD, f"{where}={{loss_chunks: 3}}")
+    assert found.key == f"{where}.loss_chunks"
+    assert "is 3, which does not cut a sequence of 128" in found.message
+
+
+@pytest.mark.parametrize("where", ["inner", "regions.1.inner"])
+def test_cudnn_is_for_bfloat16(where: str):
+    found = the_problem(GOOD, f"{where}={{attention: cudnn}}")
+    assert found.key == f"{where}.attention" and "bfloat16" in (found.hint or "")
+    assert problems(GOOD, f"{where}={{attention: cudnn, compute: bfloat16}}") == []
 
 
 def test_a_spec_made_in_code_is_held_to_the_same_rules():

@@ -47,7 +47,7 @@ HEARTBEAT: dict[str, Any] = {
     "step": 120,
     "training": True,
     "stopping": False,
-    "drained": False,
+    "ended": 0,
     "fragments": [{"version": 4, "steps": 10}, {"version": -1, "steps": 0.5}],
     "tokens": {
         "trained": [100, 90.5],
@@ -102,6 +102,9 @@ def test_a_heartbeat_is_what_it_says():
         ("tokens", {"trained": [0, 0]}, "is missing"),
         ("loss", "low", "number"),
         ("tokens_per_second", -1, "at least 0"),
+        ("devices", 0, "at least 1"),
+        ("mfu", -0.1, "at least 0"),
+        ("device_memory", 1.5, "whole number"),
         ("step_seconds", 1e12, "at most"),
         ("restarts", True, "whole number"),
         ("why", "x" * 1001, "why"),

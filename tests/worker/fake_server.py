@@ -9,18 +9,46 @@ from typing import Any
 
 import numpy as np
 
-from diloco_cli.errors import LinkError
+from diloco_cli.assemble import build_amended, spelled_out
+from diloco_cli.errors import LinkError, SpecError
 from diloco_cli.net.client import FencedError, Gone
+from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Frame, Header, open_frame, pack
-from diloco_cli.wire.messages import Answer, Heartbeat, Joined, Latest, Links, News, Run
+from diloco_cli.wire.messages import (
+    Amendment,
+    Answer,
+    Heartbeat,
+    Joined,
+    Latest,
+    Links,
+    News,
+    Run,
+)
 from diloco_cli.worker.agent.join import SharedSettings
+from diloco_cli.worker.agent.trainer_settings import TrainerSettings
+from diloco_cli.worker.mailbox import Mailbox
 
 RUN = "run-1"
 LAYOUT = "1" * 64
 SPEC = "2" * 64
 SIZE = 64
-TERMS = SharedSettings({"sync": {"every": 8, "quorum": 1}, "seed": 0}, SPEC, LAYOUT)
+SHARED = SharedSettings({"sync": {"every": 8, "quorum": 1}, "seed": 0}, SPEC, LAYOUT)
+OWN = spelled_out(
+    RunSpec.model_validate(
+        {
+            "spec": 1,
+            "name": "tiny",
+            "budget": {"tokens": 1_000_000},
+            "regions": [{"name": "paris"}, {"name": "tokyo"}],
+        }
+    )
+)
+"""The region's own file."""
+
+
+def settings_in(mailbox: Mailbox, own: RunSpec = OWN) -> TrainerSettings:
+    return TrainerSettings(mailbox, "paris", own, build_amended)
 
 
 class Counter:
@@ -29,22 +57,25 @@ class Counter:
     def __init__(self, fragments: int = 2) -> None:
         self.weights = [[np.full(SIZE, number, np.float32)] for number in range(fragments)]
         self.merged: list[dict[str, str]] = [{} for _ in range(fragments)]
+        self.run, self.was, self.high = RUN, (), 5
         self.away = False
         self.fenced = False
         self.pruned = False
         self.lies = False
         self.n = 1
         self.flags: dict[str, Any] = {}
+        self.amendments: list[Amendment] = []
         self.fates: dict[int, dict[str, str]] = {}
         self.join: Callable[[str, int], int] = lambda owner, boot: 1
         self.decide: Callable[[Frame], Answer] = lambda frame: Answer(fate="pending")
+        self.keys: list[str | None] = []
         self.heartbeats: list[Heartbeat] = []
         self.submitted: list[Frame] = []
         self.asked: list[str] = []
         self.change = threading.Condition()
 
-    def connect(self, *_: Any, **__: Any) -> Connection:
-        return Connection(self)
+    def connect(self, *_: Any, run: str = "", **__: Any) -> Connection:
+        return Connection(self, run)
 
     def publish(self, number: int) -> None:
         """Makes one more version of a fragment."""
@@ -59,6 +90,16 @@ class Counter:
             self.flags.update(flags)
             self.n += 1
             self.change.notify_all()
+
+    def amend(self, set: dict[str, Any], **changes: Any) -> int:
+        """Changes settings of the run; gives the number of the terms."""
+        with self.change:
+            number = len(self.amendments) + 1
+            made = {"number": number, "id": f"a{number}", "set": set, **changes}
+            self.amendments.append(Amendment.model_validate(made))
+            self.n += 1
+            self.change.notify_all()
+        return number
 
     def wait_for(self, happened: Callable[[], bool], seconds: float = 20.0) -> None:
         """Waits until the agent has done something; it says so with every request."""
@@ -79,6 +120,7 @@ class Counter:
             "calls": {},
             "fates": self.fates,
             "lease_seconds": 1.0,
+            "terms": len(self.amendments),
             **quiet,
             **self.flags,
         }
@@ -104,8 +146,8 @@ class Counter:
 class Connection:
     """One of the agent's connections: the calls of `net.client.Server`."""
 
-    def __init__(self, counter: Counter) -> None:
-        self.counter = counter
+    def __init__(self, counter: Counter, run: str) -> None:
+        self.counter, self.run_id = counter, run or counter.run
 
     def __enter__(self) -> Connection:
         return self
@@ -119,13 +161,16 @@ class Connection:
             self.counter.change.notify_all()
         if self.counter.away:
             raise LinkError("nobody answers")
+        if self.counter.run != self.run_id and what != "run":
+            raise SpecError(f"This server runs {self.counter.run}, the request is for another.")
         if self.counter.fenced and what in ("heartbeat", "calls", "submit"):
             raise FencedError("epoch 1 is over")
 
     def run(self) -> Run:
         self._heard("run")
         return Run(
-            run=RUN,
+            run=self.counter.run,
+            was=self.counter.was,
             name="tiny",
             state="training",
             spec_digest=SPEC,
@@ -134,12 +179,19 @@ class Connection:
             fragments=(SIZE,) * len(self.counter.weights),
             lease_seconds=1.0,
             settings={"sync": {"every": 8, "quorum": 1}, "seed": 0},
+            digests=("4" * 64, SPEC),
+            amendments=tuple(self.counter.amendments),
         )
 
-    def join(self, region: str, *, owner: str, boot: int, **_: Any) -> Joined:
+    def join(
+        self, region: str, *, owner: str, boot: int, key: str | None = None, **_: Any
+    ) -> Joined:
         self._heard("join")
+        self.counter.keys.append(key)
         epoch = self.counter.join(owner, boot)
-        return Joined.model_validate({**self.counter.news(), "epoch": epoch, "high": 5})
+        return Joined.model_validate(
+            {**self.counter.news(), "epoch": epoch, "high": self.counter.high}
+        )
 
     def heartbeat(self, region: str, report: Heartbeat) -> News:
         self.counter.heartbeats.append(report)

@@ -11,7 +11,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from diloco_cli.bench.baselines.messages import Words
+from diloco_cli.chaos.report import GoodputShares
 
 Seconds = float
 
@@ -61,7 +63,7 @@ class StepAccounts:
 
     @property
     def applied(self) -> int:
-        return sum(self.size(one.members) for one in self.counted)
+        return sum(self.size(step.members) for step in self.counted)
 
 
 @dataclass(frozen=True)
@@ -73,42 +75,40 @@ class MeasuredAgainst:
     """What one step takes in each region when nothing is in its way; 0 where nobody said."""
 
 
-def goodput(ledger: StepAccounts, terms: MeasuredAgainst) -> tuple[float, dict[str, float]]:
+def goodput(accounts: StepAccounts, terms: MeasuredAgainst) -> tuple[float, GoodputShares]:
     """Gives the fault-free tokens and the three goodputs; each is defined in docs/results."""
-    own = _own_steps(ledger, terms)
-    regions = len(ledger.tokens)
-    fault_free = sum(size / own[name] * terms.seconds for name, size in ledger.tokens.items())
-    spent = sum(own[name] for one in ledger.counted for name in one.members)
-    present = [len(one.members) / regions for one in ledger.counted]
+    own = _own_steps(accounts, terms)
+    regions = len(accounts.tokens)
+    fault_free = sum(size / own[name] * terms.seconds for name, size in accounts.tokens.items())
+    spent = sum(own[name] for step in accounts.counted for name in step.members)
+    present = [len(step.members) / regions for step in accounts.counted]
     return fault_free, {
         "time": spent / (regions * terms.seconds),
-        "tokens": ledger.applied / fault_free,
+        "tokens": accounts.applied / fault_free,
         "participation": statistics.fmean(present) if present else 0.0,
     }
 
 
-def _own_steps(ledger: StepAccounts, terms: MeasuredAgainst) -> dict[str, Seconds]:
+def _own_steps(accounts: StepAccounts, terms: MeasuredAgainst) -> dict[str, Seconds]:
     """What a step takes where nobody is in the way: as paced, else as everybody's usually took."""
-    usual = statistics.median(ledger.lengths) if ledger.lengths else terms.seconds
-    return {name: terms.paces.get(name) or usual for name in ledger.tokens}
+    usual = statistics.median(accounts.lengths) if accounts.lengths else terms.seconds
+    return {name: terms.paces.get(name) or usual for name in accounts.tokens}
 
 
-News = tuple[Seconds, str, str, dict[str, Any]]
+News = tuple[Seconds, str, str, Words]
 """Moment, what, region, more."""
-
-PARTS = ("detect", "start", "compile", "fetch")
 
 
 def recovery(
     news: Sequence[News], region: str, killed: Seconds, until: Seconds = math.inf
 ) -> dict[str, float] | None:
     """Takes apart how a region came back from a kill; None if it was struck again before."""
-    own = [one for one in news if one[2] == region and killed <= one[0] <= until]
+    own = [each for each in news if each[2] == region and killed <= each[0] <= until]
     lost, hello = _first(own, "lost"), _first(own, "hello")
     if hello is None:
         return None
-    loaded = _first([one for one in own if one[0] >= hello[0]], "loaded")
-    stepped = _first([one for one in own if one[0] >= hello[0]], "stepped")
+    loaded = _first([each for each in own if each[0] >= hello[0]], "loaded")
+    stepped = _first([each for each in own if each[0] >= hello[0]], "stepped")
     if stepped is None or loaded is None:
         return None
     noticed = lost[0] - killed if lost and lost[0] < hello[0] else 0.0
@@ -122,29 +122,4 @@ def recovery(
 
 
 def _first(news: Sequence[News], what: str) -> News | None:
-    return next((one for one in news if one[1] == what), None)
-
-
-def recoveries(faults: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums up how long it took until those who were killed made steps again."""
-    found = [fault["recovery"] for fault in faults if fault.get("recovery")]
-    totals = [one["total"] for one in found]
-    return {
-        "count": len(found),
-        **({"p50": quantile(totals, 0.5), "p95": quantile(totals, 0.95)} if found else {}),
-        **({"max": max(totals)} if found else {}),
-        "parts": {
-            part: {
-                "p50": quantile([one[part] for one in found], 0.5),
-                "p95": quantile([one[part] for one in found], 0.95),
-            }
-            for part in PARTS
-            if found
-        },
-    }
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of all does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return next((each for each in news if each[1] == what), None)

@@ -1,7 +1,7 @@
 """The baselines: one synchronous data-parallel job of all regions, on real processes.
 
 Every region is a process that computes the gradient of its own batch; the mean of all is
-applied by all, every step (`parallel_hub`, `parallel_member`). The faults are the very
+applied by all, every step (`reducer.py`, `member.py`). The faults are the very
 schedule a decoupled run is given:
 
     rigid     any death stops everybody; all processes are started again, load the last
@@ -33,16 +33,18 @@ from diloco_cli.bench.baselines.accounts import (
     MeasuredAgainst,
     StepAccounts,
     goodput,
-    recoveries,
     recovery,
 )
-from diloco_cli.bench.baselines.hub import GradientHub, ParallelOptions
+from diloco_cli.bench.baselines.reducer import GradientReducer, ParallelOptions
 from diloco_cli.chaos.emulator.proxy import Proxy, emulated
+from diloco_cli.chaos.inflict import InflictedRecord
+from diloco_cli.chaos.report import ChaosRecord
 from diloco_cli.chaos.run import ChaosOptions
 from diloco_cli.errors import RunFailed
 from diloco_cli.launch import Role
 from diloco_cli.launch.cores import deal_cores, my_cores
 from diloco_cli.launch.subprocesses import LocalLauncher, LocalProcess
+from diloco_cli.observe.metrics import recoveries
 from diloco_cli.sim.faults import Fault, in_order
 from diloco_cli.sim.network import Link
 from diloco_cli.spec.fault_kinds import KILLS, ON_LINKS
@@ -51,7 +53,7 @@ from diloco_cli.spec.schema import ChaosSpec, RunSpec
 from diloco_cli.system.wakeup import Signals
 
 LOOK_SECONDS = 0.01
-PARTING_SECONDS = 600.0
+STOP_SECONDS = 600.0
 """For the last restart and for the evaluation of the whole curve."""
 PATIENCE = 3
 """Times in a row a member may end by itself."""
@@ -69,8 +71,8 @@ def run_parallel(
     link: Link | str | None = None,
     gradients: str | None = None,
     checkpoint: float | None = None,
-    until: Callable[[GradientHub], bool] = lambda hub: False,
-) -> dict[str, Any]:
+    until: Callable[[GradientReducer], bool] = lambda reducer: False,
+) -> ChaosRecord:
     """Trains for so many seconds under these faults, and gives the record of what happened.
 
     `gradients` travel as fp32, or as bf16 where there is a link; a `checkpoint` is written
@@ -80,10 +82,10 @@ def run_parallel(
     """
     own = chaos_of(spec, "links") or {}
     usual = link or chaos_of(spec, "link")
-    links = {one.name: usual if link else own.get(one.name, usual) for one in spec.regions}
+    links = {region.name: usual if link else own.get(region.name, usual) for region in spec.regions}
     links = {name: words for name, words in links.items() if words}
     kills = sum(fault.kind in KILLS for fault in faults)
-    manner = ParallelOptions(
+    options = ParallelOptions(
         elastic=elastic,
         gradients=gradients or ("bf16" if links else "fp32"),
         mtbf=seconds / max(1, kills),
@@ -91,11 +93,11 @@ def run_parallel(
         snapshots=seconds / CURVE_POINTS,
     )
     with ExitStack() as stack:
-        job = ParallelJob(spec, in_order(faults), folder, manner, seconds, say)
+        job = ParallelJob(spec, in_order(faults), folder, options, seconds, say)
         stack.callback(job.close)
         struck = {fault.region for fault in faults if fault.kind in ON_LINKS}
         for region in sorted(struck | set(links)):
-            proxy = emulated(links.get(region, Link()), "127.0.0.1", job.hub.port)
+            proxy = emulated(links.get(region, Link()), "127.0.0.1", job.reducer.port)
             job.proxies[region] = stack.enter_context(proxy)
         job.run(until)
         return job.record({name: str(words) for name, words in links.items()})
@@ -124,12 +126,12 @@ class ParallelJob:
         spec: RunSpec,
         faults: list[Fault],
         folder: Path,
-        manner: ParallelOptions,
+        options: ParallelOptions,
         seconds: float,
         say: Callable[[str], None],
     ) -> None:
         self.spec, self.faults, self.folder = spec, faults, folder
-        self.manner, self.seconds, self.say = manner, seconds, say
+        self.options, self.seconds, self.say = options, seconds, say
         self.regions = [region.name for region in spec.regions]
         self.places = {name: MemberProcess() for name in self.regions}
         self.cores = deal_cores(self.regions, my_cores())
@@ -138,47 +140,47 @@ class ParallelJob:
         (self.files / "curve").mkdir(parents=True, exist_ok=True)
         # Members are told their pace and hear nothing of what is going to happen to them. All
         # make every step together, so their schedules must not follow their own speeds.
-        level = tuple(one.model_copy(update={"speed": 1.0}) for one in spec.regions)
+        level = tuple(region.model_copy(update={"speed": 1.0}) for region in spec.regions)
         same = spec.model_copy(update={"chaos": None, "regions": level})
         self.spec_file = write_resolved(same, self.files)
         self.launcher = LocalLauncher(folder / "logs")
-        self.inflicted: list[dict[str, Any]] = []
+        self.inflicted: list[InflictedRecord] = []
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.rebuilt = 0
         self.elapsed = seconds
         inner = {name: spec.inner_of(name) for name in self.regions}
-        tokens = {name: one.batch * one.sequence for name, one in inner.items()}
-        self.hub = GradientHub(self.regions, StepAccounts(tokens), manner)
+        tokens = {name: each.batch * each.sequence for name, each in inner.items()}
+        self.reducer = GradientReducer(self.regions, StepAccounts(tokens), options)
 
-    def run(self, until: Callable[[GradientHub], bool]) -> None:
+    def run(self, until: Callable[[GradientReducer], bool]) -> None:
         self.say(f"starting {len(self.regions)} members")
-        self.hub.open()
+        self.reducer.open()
         for name in self.regions:
             self._start(name)
         left = list(self.faults)
         stopped_at = 0.0
-        while not self.hub.finished:
+        while not self.reducer.finished:
             time.sleep(LOOK_SECONDS)
             self._look_after()
-            now, t0, enough = time.monotonic(), self.hub.t0, until(self.hub)
-            for due, act in [one for one in self.later if one[0] <= now]:
+            now, t0, enough = time.monotonic(), self.reducer.t0, until(self.reducer)
+            for due, act in [item for item in self.later if item[0] <= now]:
                 self.later.remove((due, act))
                 act()
             if t0 is None or stopped_at:
-                if stopped_at and now > stopped_at + PARTING_SECONDS:
-                    raise RunFailed(f"The job had not stopped {PARTING_SECONDS:g} s after the end.")
+                if stopped_at and now > stopped_at + STOP_SECONDS:
+                    raise RunFailed(f"The job had not stopped {STOP_SECONDS:g} s after the end.")
                 continue
             while left and left[0].time <= now - t0:
                 self._inflict(left.pop(0), t0)
             if now >= t0 + self.seconds or enough:
                 stopped_at, self.elapsed = now, min(now - t0, self.seconds)
                 self.say(f"stopping after {self.elapsed:.0f} s")
-                self.hub.stop()
-        if self.hub.failure:
-            raise self.hub.failure
+                self.reducer.stop()
+        if self.reducer.failure:
+            raise self.reducer.failure
 
     def close(self) -> None:
-        self.hub.close()
+        self.reducer.close()
         for place in self.places.values():
             if place.process:
                 place.process.kill()
@@ -186,14 +188,14 @@ class ParallelJob:
     def _start(self, name: str) -> None:
         place = self.places[name]
         place.boot += 1
-        self.hub.expect(name, place.boot)
+        self.reducer.expect(name, place.boot)
         proxy = self.proxies.get(name)
         options = {
             "--files": str(self.files),
             "--region": name,
-            "--hub": f"127.0.0.1:{proxy.port if proxy else self.hub.port}",
+            "--reducer": f"127.0.0.1:{proxy.port if proxy else self.reducer.port}",
             "--cores": ",".join(map(str, self.cores[name])),
-            "--gradients": self.manner.gradients,
+            "--gradients": self.options.gradients,
             "--pace": str(self._paces().get(name, 0.0)),
             "--factor": str(place.factor),
             "--boot": str(place.boot),
@@ -206,11 +208,11 @@ class ParallelJob:
     def _paces(self) -> dict[str, float]:
         """What a step takes in each region, where the spec says so."""
         paced = chaos_of(self.spec, "step_seconds")
-        return {one.name: paced / one.speed for one in self.spec.regions} if paced else {}
+        return {region.name: paced / region.speed for region in self.spec.regions} if paced else {}
 
     def _inflict(self, fault: Fault, t0: float) -> None:
         at = time.monotonic()
-        record = fault.as_record() | {"at": at - t0}
+        record: InflictedRecord = {**fault.as_record(), "at": at - t0}
         self.inflicted.append(record)
         if why := self._strike(fault):
             record["skipped"] = why
@@ -231,7 +233,7 @@ class ParallelJob:
         elif process is None or process.exit_code() is not None:
             return f"{fault.region} is down already"
         elif fault.kind in (*KILLS, "leave"):
-            # Nobody has a use for a farewell: the others hear of it as of a death.
+            # The others notice a leave as they notice a death, so it needs no messages.
             process.kill()
             place.down_until = time.monotonic() + (fault.duration or 0.0)
         elif fault.kind == "pause":
@@ -259,23 +261,23 @@ class ParallelJob:
 
     def _slow(self, region: str, factor: float) -> None:
         self.places[region].factor = factor
-        self.hub.tell(region, do="pace", factor=factor)
+        self.reducer.tell(region, do="pace", factor=factor)
 
     def _look_after(self) -> None:
         """Starts again whoever ended, and everybody where one death is the death of all."""
-        if self.rebuilt != self.hub.rebuilt:
-            self.rebuilt = self.hub.rebuilt
-            if not self.manner.elastic:
+        if self.rebuilt != self.reducer.rebuilt:
+            self.rebuilt = self.reducer.rebuilt
+            if not self.options.elastic:
                 for place in self.places.values():
                     if place.process:
                         place.process.kill()
         for name, place in self.places.items():
-            seated = name in self.hub.seats
-            if seated:
+            active = name in self.reducer.members
+            if active:
                 place.failures = 0
             if place.process and (code := place.process.exit_code()) is not None:
-                # The hub must have noticed first, or a rigid job would restart us twice.
-                if seated or name in self.hub.parted:
+                # The reducer must have noticed first, or a rigid job would restart us twice.
+                if active or name in self.reducer.stopped:
                     continue
                 self._ended(name, code)
             if place.process is None and time.monotonic() >= place.down_until:
@@ -284,7 +286,7 @@ class ParallelJob:
     def _ended(self, name: str, code: int) -> None:
         place = self.places[name]
         assert place.process is not None
-        if code >= 0 and self.hub.greeted.get(name) != place.boot:
+        if code >= 0 and self.reducer.last_boots.get(name) != place.boot:
             place.failures += 1
         if code == 2 or place.failures >= PATIENCE:
             raise RunFailed(
@@ -293,23 +295,23 @@ class ParallelJob:
             )
         place.process = None
 
-    def record(self, links: dict[str, str]) -> dict[str, Any]:
+    def record(self, links: dict[str, str]) -> ChaosRecord:
         """What happened, in the form all methods share."""
-        hub, ledger = self.hub, self.hub.ledger
-        assert hub.t0 is not None
-        digests = sorted({words["digest"] for words in hub.parting.values()})
+        reducer, accounts = self.reducer, self.reducer.accounts
+        assert reducer.t0 is not None
+        digests = sorted({words["digest"] for words in reducer.results.values()})
         if len(digests) > 1:
             raise RunFailed(
                 "The members of the data-parallel job ended with different weights.",
                 hint="All of them need the same optimiser and schedule: see `regions[].inner`.",
             )
-        self._enter_recoveries(hub.t0)
-        fault_free, shares = goodput(ledger, MeasuredAgainst(self.elapsed, self._paces()))
-        last = hub.parting[min(hub.parting)]
-        curve = [[*hub.points[int(n)], loss] for n, loss in last["curve"].items()]
+        self._enter_recoveries(reducer.t0)
+        fault_free, shares = goodput(accounts, MeasuredAgainst(self.elapsed, self._paces()))
+        last = reducer.results[min(reducer.results)]
+        curve = [[*reducer.points[int(n)], loss] for n, loss in last["curve"].items()]
         points = [[tokens, loss, at] for tokens, at, loss in curve]
         return {
-            "method": "elastic" if self.manner.elastic else "rigid",
+            "method": "elastic" if self.options.elastic else "rigid",
             "name": self.spec.name,
             "spec": shared_digest(self.spec.model_copy(update={"chaos": None})),
             "seed": chaos_of(self.spec, "seed") or 0,
@@ -317,47 +319,51 @@ class ParallelJob:
             "regions": len(self.regions),
             "faults": self.inflicted,
             "tokens": {
-                "trained": ledger.trained,
-                "applied": ledger.applied,
+                "trained": accounts.trained,
+                "applied": accounts.applied,
                 "fault_free": fault_free,
             },
             "goodput": shares,
-            "recovery": recoveries(self.inflicted),
+            "recovery": recoveries(
+                [fault["recovery"] for fault in self.inflicted if "recovery" in fault]
+            ),
             "loss": {
                 "heldout": last["heldout"],
-                "curve": [*points, [ledger.applied, last["heldout"], self.elapsed]],
+                "curve": [*points, [accounts.applied, last["heldout"], self.elapsed]],
             },
             "parallel": {
-                "steps": len(ledger.counted),
-                "steps_lost": ledger.lost,
-                "restarts_of_all": hub.rebuilt,
-                "gradients": self.manner.gradients,
+                "steps": len(accounts.counted),
+                "steps_lost": accounts.lost,
+                "restarts_of_all": reducer.rebuilt,
+                "gradients": self.options.gradients,
                 "links": links,
-                "checkpoint_seconds": hub.checkpoint_seconds,
-                "checkpoint_cost": hub.cost,
+                "checkpoint_seconds": reducer.checkpoint_seconds,
+                "checkpoint_cost": reducer.cost,
                 "digests": digests,
             },
         }
 
     def _enter_recoveries(self, t0: float) -> None:
-        hits = [one for one in self.inflicted if one["kind"] in KILLS and "skipped" not in one]
+        hits = [
+            fault for fault in self.inflicted if fault["kind"] in KILLS and "skipped" not in fault
+        ]
         for number, hit in enumerate(hits):
-            region = hit["region"]
-            later = [one["at"] for one in hits[number + 1 :] if one["region"] == region]
+            region = hit.get("region", "")
+            later = [later["at"] for later in hits[number + 1 :] if later.get("region") == region]
             until = t0 + min(later, default=math.inf)
-            if found := recovery(self.hub.news, region, t0 + hit["at"], until):
-                hit["recovery"] = found
+            if recovered := recovery(self.reducer.news, region, t0 + hit["at"], until):
+                hit["recovery"] = recovered
 
 
 def parallel_run(
     spec: RunSpec, chaos: ChaosSpec, faults: Sequence[Fault], options: ChaosOptions
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, ChaosRecord | None]:
     """The methods `rigid` and `elastic` of `diloco chaos`."""
     with Signals() as signals:
 
-        def until(hub: GradientHub) -> bool:
+        def until(reducer: GradientReducer) -> bool:
             # Before the first step of all there is nothing that a record could be about.
-            if signals.impatient or (signals.count and hub.t0 is None):
+            if signals.impatient or (signals.count and reducer.t0 is None):
                 raise _Stopped
             return signals.count > 0
 
@@ -373,7 +379,7 @@ def parallel_run(
             )
         except _Stopped:
             typer.echo(f"stopped by {signals.name}; there is no record", err=True)
-            record = {}
+            record = None
         return signals.exit_code if signals.count else 0, record
 
 

@@ -1,4 +1,4 @@
-"""What the members of a data-parallel job and their hub say to each other.
+"""What the members of a data-parallel job and their reducer say to each other.
 
 A frame is a head of 21 bytes and a payload of at most one chunk:
 
@@ -32,6 +32,9 @@ CHUNK = 1 << 18
 PIECES = 32
 """A gradient has about so many chunks, so that the first is back before the last has left."""
 HEAD = struct.Struct("!BIIQI")
+
+Words = dict[str, Any]
+"""The JSON object of a TALK message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class MessageSocket:
             raise WireError(f"{head.length} bytes at {head.at} lie beyond {len(room)}.")
         self.read(place)
 
-    def words(self, head: MessageHead) -> dict[str, Any]:
+    def words(self, head: MessageHead) -> Words:
         text = bytearray(head.length)
         self.read(memoryview(text))
         return json.loads(text)

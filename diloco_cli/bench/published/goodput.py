@@ -93,7 +93,7 @@ def goodput(
         even(5e9, 4),
         SyncSpec(fragments=4, every=96),
         seconds,
-        hub=replace(IDEAL, glance=1.0),
+        server=replace(IDEAL, glance=1.0),
         encode_values=math.inf,
         recovery=Recovery(detect=0.0, restart=still, at_boundary=True),
         faults=tuple(drawn(law, names, until=seconds, seed=seed)),
@@ -107,7 +107,7 @@ HETERO = {"quorum 8, no overlap": [84.0], "quorum 1, no grace": [100.0], "quorum
 
 def hetero(seed: int = 0, seconds: float = 900.0) -> Verdict:
     """Eight learners, half of them 18 % slower, steps that vary by a tenth."""
-    found = {
+    outcomes = {
         "quorum 8, no overlap": _hetero(SyncSpec(**_PAPER, overlap=0, quorum=8), seed, seconds),
         "quorum 1, no grace": _hetero(
             SyncSpec(**_PAPER, grace=GraceSpec(kind="none")), seed, seconds
@@ -115,8 +115,8 @@ def hetero(seed: int = 0, seconds: float = 900.0) -> Verdict:
         "quorum 1, grace": _hetero(SyncSpec(**_PAPER), seed, seconds),
     }
     rows = {
-        name: [100 * one.utilisation, 100 * one.participation, one.staleness]
-        for name, one in found.items()
+        name: [100 * outcome.utilisation, 100 * outcome.participation, outcome.staleness]
+        for name, outcome in outcomes.items()
     }
     nan = float("nan")
     off = max(abs(rows[name][0] - cell[0]) for name, cell in HETERO.items())
@@ -156,7 +156,7 @@ def _hetero(sync: SyncSpec, seed: int, seconds: float) -> SimulationOutcome:
             even(5e9, 24),
             sync,
             seconds,
-            hub=IDEAL,
+            server=IDEAL,
             encode_values=math.inf,
             seed=seed,
         )
@@ -170,10 +170,10 @@ def llama3(seed: int = 0) -> Verdict:
     """16,384 GPUs for 54 days with 419 interruptions: one job, or 2 to 16 regions."""
     rows, counted = {}, 0
     for regions in (1, 2, 4, 8, 16):
-        one = _llama3(regions, seed)
+        outcome = _llama3(regions, seed)
         name = "one synchronous job" if regions == 1 else f"{regions} regions"
-        counted = counted or one.faults
-        rows[name] = [100 * one.goodput_time, 100 * one.uptime, float(one.faults)]
+        counted = counted or outcome.faults
+        rows[name] = [100 * outcome.goodput_time, 100 * outcome.uptime, float(outcome.faults)]
     nan = float("nan")
     spread = abs(counted - INTERRUPTIONS) / math.sqrt(INTERRUPTIONS)
     return Verdict(
@@ -210,7 +210,7 @@ def _llama3(regions: int, seed: int) -> SimulationOutcome:
             even(405e9, 4),
             SyncSpec(fragments=4, every=4000),
             seconds,
-            hub=IDEAL,
+            server=IDEAL,
             encode_values=math.inf,
             recovery=Recovery(detect=60.0, restart=840.0, checkpoint=300.0),
             faults=tuple(drawn(law, names, until=seconds, seed=seed)),

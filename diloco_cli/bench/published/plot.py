@@ -26,15 +26,15 @@ def plot_verdict(verdict: Verdict, file: Path) -> None:
     _finish(figure, axes, f"{verdict.name}: {verdict.about}\n(crosses: published)", file)
 
 
-def plot_outcomes(found: Sequence[SimulatedCell], file: Path) -> None:
+def plot_outcomes(cells: Sequence[SimulatedCell], file: Path) -> None:
     """Draws tokens applied over time for each rehearsal, beside those without a fault."""
     figure, axes = canvas()
-    for one in found:
-        times = [point[0] for point in one.outcome.timeline]
-        tokens = [point[1] for point in one.outcome.timeline]
-        axes.plot(times, tokens, label=one.label)
-    if found:
-        sites, end = found[0].scenario.sites, found[0].outcome.seconds
+    for cell in cells:
+        times = [point[0] for point in cell.outcome.timeline]
+        tokens = [point[1] for point in cell.outcome.timeline]
+        axes.plot(times, tokens, label=cell.label)
+    if cells:
+        sites, end = cells[0].scenario.sites, cells[0].outcome.seconds
         rate = sum(site.tokens / site.step for site in sites)
         axes.plot([0, end], [0, rate * end], "--", color="grey", label="without a fault")
     axes.set_xlabel("seconds")

@@ -36,7 +36,7 @@ def planet(seed: int = 0, regions: int = REGIONS, hours: float = HOURS) -> Verdi
         even(100e9, 8),
         SyncSpec(fragments=8, every=32, quorum=regions // 2),
         seconds,
-        hub=ServerSite(
+        server=ServerSite(
             Link(regions * 5e9),
             lease=300.0,
             merge_values=1e6 * measured.MERGE_VALUES.value,
@@ -46,22 +46,22 @@ def planet(seed: int = 0, regions: int = REGIONS, hours: float = HOURS) -> Verdi
         faults=tuple(drawn(Law(YEAR / CHIPS), names, until=seconds, seed=seed)),
         seed=seed,
     )
-    one = simulate(scenario)
+    outcome = simulate(scenario)
     took, peak = time.monotonic() - began, _peak_gib()
     return Verdict(
         "planet",
         f"{regions:,} regions, {regions * CHIPS:,} chips, {hours:g} hours",
         ("value",),
         {
-            "goodput, time %": [100 * one.goodput_time],
-            "goodput, tokens %": [100 * one.goodput_tokens],
-            "participation %": [100 * one.participation],
-            "uptime %": [100 * one.uptime],
-            "staleness": [one.staleness],
-            "failures": [float(one.faults)],
-            "versions": [float(one.versions)],
-            "petabytes moved": [(one.bytes_up + one.bytes_down) / 1e15],
-            "events": [float(one.events)],
+            "goodput, time %": [100 * outcome.goodput_time],
+            "goodput, tokens %": [100 * outcome.goodput_tokens],
+            "participation %": [100 * outcome.participation],
+            "uptime %": [100 * outcome.uptime],
+            "staleness": [outcome.staleness],
+            "failures": [float(outcome.faults)],
+            "versions": [float(outcome.versions)],
+            "petabytes moved": [(outcome.bytes_up + outcome.bytes_down) / 1e15],
+            "events": [float(outcome.events)],
             "processor seconds": [time.process_time() - used],
         },
         goals=(
@@ -84,7 +84,7 @@ def _peak_gib() -> float:
     """The most memory this process ever had."""
     with suppress(OSError):  # What getrusage says, Linux hands down from whoever started us.
         lines = Path("/proc/self/status").read_text().splitlines()
-        found = next(line for line in lines if line.startswith("VmHWM:"))
-        return int(found.split()[1]) * 1024 / 2**30
+        peak = next(line for line in lines if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024 / 2**30
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used * (1 if sys.platform == "darwin" else 1024) / 2**30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +19,14 @@ class PublishedGoal:
     def met(self) -> bool:
         return self.value <= self.bound if self.lower else self.value >= self.bound
 
-    def as_data(self) -> dict[str, Any]:
-        sign = "≤" if self.lower else "≥"
+    @property
+    def limit(self) -> str:
+        return f"{'≤' if self.lower else '≥'} {self.bound:g}"
+
+    def as_data(self) -> dict[str, object]:
         value = self.value if math.isfinite(self.value) else None
-        about = {"name": self.name, "value": value, "unit": self.unit}
-        return {**about, "goal": f"{sign} {self.bound:g}", "met": self.met}
+        shown = {"name": self.name, "value": value, "unit": self.unit}
+        return {**shown, "goal": self.limit, "met": self.met}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Verdict:
     def met(self) -> bool:
         return all(goal.met for goal in self.goals)
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, object]:
         return {
             "name": self.name,
             "about": self.about,

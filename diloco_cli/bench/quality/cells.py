@@ -25,9 +25,11 @@ class Cell:
     travel: float = 2.0
     """Inner steps from a frame's post to the new version's arrival."""
     kills: float = 0.0
-    """SIGKILLs of trainers an hour, all regions together, at four steps a second."""
+    """SIGKILLs of trainers an hour, all regions together, at four steps per second."""
     lockstep: bool = False
     """Every region makes `every` steps and waits, as DiLoCo was first published."""
+    cut: tuple[float, float] | None = None
+    """The last region trains on and cannot be reached between these shares of the run."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ SYNCHRONOUS: Settings = (
     ("sync.fragments", 1),
     ("sync.grace.kind", "none"),
 )
+CUT = (0.2, 0.7)
+DROPPED: Settings = (("sync.adopt", "replace"),)
+"""Whoever comes back gives up what it did alone."""
 FP32 = {"kind": "fp32"}
 UP = ("int8", "int4", "uniform", "sparse")
 
@@ -85,6 +90,8 @@ def table() -> list[Cell]:
         *_wires(),
         *_speeds("half slower", HALF, jitter=0.1),
         Cell("kills 324 an hour", 8, against="regions 8", kills=324.0),
+        Cell("cut off from 20 to 70 %", 4, against="regions 4", cut=CUT),
+        Cell("cut off, its work dropped", 4, DROPPED, against="regions 4", cut=CUT),
     ]
 
 

@@ -23,15 +23,18 @@ from diloco_cli.bench.quality.cells import Cell
 from diloco_cli.bench.quality.learner import TrainingOptions
 from diloco_cli.bench.quality.training import Trained, Training
 from diloco_cli.core.fragments import cut
-from diloco_cli.data import Share, Stream, datasets
+from diloco_cli.data import Stream, datasets
 from diloco_cli.errors import RunFailed
-from diloco_cli.models import Model, models
+from diloco_cli.merge.optimizers import averaged
+from diloco_cli.models import Model, models, parameters
 from diloco_cli.sim import faults
 from diloco_cli.sim.network import Link
 from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario, ServerSite
 from diloco_cli.spec.resolved import resolved
 from diloco_cli.spec.schema import InnerSpec, RunSpec
-from diloco_cli.worker.engines.jax_engine import JaxStep, make_step, place
+from diloco_cli.worker.engines.jax_engine import JaxStep, make_step
+from diloco_cli.worker.engines.learning_rate import RatePlan
+from diloco_cli.worker.engines.placement import place_model
 from diloco_cli.worker.trainer.task import Task, horizon
 
 STEP = 1.0
@@ -44,9 +47,16 @@ CHECKPOINT = 8
 """Steps between two checkpoints of a trainer: 2 s, as one of a small model has them."""
 
 
-RULES = 2
+AVERAGE = 0.05
+"""Share of the rounds over which published weights are averaged, and those of data parallel."""
+
+AVERAGE_STEPS = 24
+"""Of data parallel, from one entry of its average to the next: as often as a fragment travels."""
+
+RULES = 3
 """Version of what a cell is besides its settings: how often regions report, how a run ends, and
-the like. Cells of other rules are run again. 2: a fragment that has enough is called at once."""
+the like. Cells of other rules are run again. 2: a fragment that has enough is called at once.
+3: work of many steps is shortened, and learning rates follow the run's tokens."""
 
 DECISIVE = (
     *("seed", "budget", "model", "data", "inner", "regions"),
@@ -68,13 +78,26 @@ class Budget:
     heads: int = 1
     warmup: int = 50
     lr: float = 8e-3
-    """Inner, the same for all: the best for data parallel."""
+    """Inner, of data parallel."""
+    lr_regions: float = 0.0
+    """Inner, of cells with regions; 0: the same."""
     windows: int = 4096
     """Held-out sequences that a result is measured on."""
 
     @property
     def steps(self) -> int:
         return self.tokens // (self.batch * self.sequence)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        shape = {"layers": self.layers, "width": self.width, "heads": self.heads}
+        return {"kind": "decoder", **shape}
+
+    def per_parameter(self, tokens: float) -> Budget:
+        """The same with about so many tokens for each parameter of the model."""
+        size = parameters(models.build(self.model))
+        steps = round(tokens * size / (self.batch * self.sequence))
+        return replace(self, tokens=max(1, steps) * self.batch * self.sequence)
 
 
 def spec_of(cell: Cell, budget: Budget, seed: int) -> RunSpec:
@@ -86,18 +109,19 @@ def spec_of(cell: Cell, budget: Budget, seed: int) -> RunSpec:
         "name": "quality",
         "seed": seed,
         "budget": {"tokens": budget.tokens},
-        "model": {
-            "kind": "decoder",
-            **{"layers": budget.layers, "width": budget.width, "heads": budget.heads},
-        },
+        "model": budget.model,
         "data": {"kind": "python-source"},
         "inner": {
             "batch": budget.batch // count,
             "sequence": budget.sequence,
-            "optimizer": {"kind": "adamw", "lr": budget.lr},
+            "optimizer": {
+                "kind": "adamw",
+                "lr": (budget.lr_regions if cell.regions else 0.0) or budget.lr,
+            },
             "schedule": {"kind": "cosine", "warmup": budget.warmup, "floor": 0.1},
         },
         "regions": [{"name": f"r{n}", "speed": speed} for n, speed in enumerate(speeds)],
+        "outer": {"kind": "nesterov", "ema": AVERAGE},
     }
     if not cell.regions:
         data["sync"] = {"fragments": 1, "every": 3}  # It has none; the spec wants one that fits.
@@ -117,28 +141,37 @@ def name_of(cell: Cell, budget: Budget, seed: int) -> str:
     everything = resolved(spelled_out(spec_of(cell, budget, seed)))
     spec = {key: everything[key] for key in DECISIVE}
     world = [cell.regions, cell.speeds, cell.jitter, cell.travel, cell.kills, cell.lockstep]
+    world += [cell.cut] if cell.cut else []
     rules = [RULES, REAL_STEP, BACK_AGAIN, CHECKPOINT, text_digest(json.dumps(spec["data"]))]
     text = json.dumps([spec, world, budget.windows, rules], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def run_cell(cell: Cell, budget: Budget, seed: int) -> dict[str, Any]:
+CellRecord = dict[str, Any]
+"""One line of the file: which cell and seed, and `loss` with all figures, or why it `failed`."""
+
+
+def run_cell(cell: Cell, budget: Budget, seed: int) -> CellRecord:
     """Trains and measures one cell; gives the record of it."""
     began, cpu = time.monotonic(), time.process_time()
-    record: dict[str, Any] = {"cell": cell.name, "seed": seed, "id": name_of(cell, budget, seed)}
+    record: CellRecord = {"cell": cell.name, "seed": seed, "id": name_of(cell, budget, seed)}
     spec = spec_of(cell, budget, seed)
     try:
-        found = _parallel(spec) if not cell.regions else _decoupled(cell, spec, budget)
+        trained = _parallel(spec) if not cell.regions else _decoupled(cell, spec, budget)
     except RunFailed as error:
         return {**record, "failed": error.message}
-    halves = [_evaluate(spec, found.weights, part) for part in _heldout(spec, budget.windows)]
-    about = {key: _short(value) for key, value in vars(found).items() if key != "weights"}
+    parts = heldout_of(spec, budget.windows)
+    halves = [evaluate(spec, trained.weights, part) for part in parts]
+    averages = [evaluate(spec, trained.average, part) for part in parts]
+    kept = {key: value for key, value in vars(trained).items() if key not in ("weights", "average")}
+    figures = {key: _short(value) for key, value in kept.items()}
     return {
         **record,
         "loss": round(sum(halves) / 2, 6),
         "halves": [round(half, 6) for half in halves],
+        "ema": round(sum(averages) / 2, 6),
         "tokens": budget.tokens,
-        **about,
+        **figures,
         "wall": round(time.monotonic() - began, 1),
         "cpu": round(time.process_time() - cpu, 1),
     }
@@ -153,18 +186,24 @@ def _parallel(spec: RunSpec) -> Trained:
     task = task_of(spec, "r0", 0, 1)
     engine, cursor = task.step.engine(), task.stream.start()
     engine.load(task.model.init(spec.seed), None)
-    for _ in range(horizon(spec, "r0")):
+    average: dict[str, np.ndarray] = {}
+    for step in range(1, horizon(spec) + 1):
         tokens, cursor = task.stream.batch(cursor)
         engine.step(tokens)
+        if step % AVERAGE_STEPS == 0:
+            for name, values in engine.snapshot().params.items():
+                flat, before = values.ravel(), average.get(name)
+                at = step // AVERAGE_STEPS
+                average[name] = averaged(before, flat, at, share=AVERAGE)
     weights = engine.snapshot().params
-    return Trained(weights, spec.budget.tokens, 1.0, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+    average = {name: average.get(name, flat).reshape(flat.shape) for name, flat in weights.items()}
+    return Trained(weights, average, spec.budget.tokens, 1.0, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
 
 
 def _decoupled(cell: Cell, spec: RunSpec, budget: Budget) -> Trained:
     count = len(spec.regions)
-    steps = budget.steps if cell.lockstep else None
     tasks = {
-        region.name: task_of(spec, region.name, number, count, steps=steps)
+        region.name: task_of(spec, region.name, number, count)
         for number, region in enumerate(spec.regions)
     }
     habits = TrainingOptions(cell.lockstep, CHECKPOINT if cell.kills else None)
@@ -177,23 +216,28 @@ def scenario_of(cell: Cell, spec: RunSpec, tasks: Mapping[str, Task]) -> Scenari
     # A frame, the news of a version and the version each take one delay.
     link = Link(delay=cell.travel * STEP / 3)
     sites = tuple(
-        RegionSite(one.name, STEP / one.speed, float(tasks[one.name].tokens), link, cell.jitter)
-        for one in spec.regions
+        RegionSite(
+            region.name, STEP / region.speed, float(tasks[region.name].tokens), link, cell.jitter
+        )
+        for region in spec.regions
     )
     layout = tasks[spec.regions[0].name].layout
     struck: list[faults.Fault] = []
     if cell.kills:
         mean = 3600 / cell.kills * len(sites) / REAL_STEP * STEP
         names = [site.name for site in sites]
-        until = 10 * STEP * horizon(spec, names[0])
+        until = 10 * STEP * horizon(spec)
         struck = faults.drawn(faults.Law(mean), names, until=until, seed=spec.seed)
+    if cell.cut:
+        first, last = (share * STEP * horizon(spec) for share in cell.cut)
+        struck.append(faults.Fault(first, "cut", sites[-1].name, last - first))
     return Scenario(
         name=cell.name,
         sites=sites,
         sizes=tuple(fragment.size for fragment in layout.fragments),
         sync=spec.sync,
         duration=float("inf"),
-        hub=ServerSite(lease=1000 * STEP, commit=0.005 * STEP),
+        server=ServerSite(lease=1000 * STEP, commit=0.005 * STEP),
         recovery=Recovery(detect=0.0, restart=BACK_AGAIN * STEP),
         faults=tuple(struck),
         seed=spec.seed,
@@ -203,38 +247,41 @@ def scenario_of(cell: Cell, spec: RunSpec, tasks: Mapping[str, Task]) -> Scenari
 # Everything that costs time to make is made once
 
 
-def task_of(
-    spec: RunSpec, region: str, index: int, count: int, *, steps: int | None = None
-) -> Task:
+def task_of(spec: RunSpec, region: str, index: int, count: int) -> Task:
     """What a region has to do; regions and cells that step alike share the compiled step."""
     inner, model = spec.inner_of(region), models.build(spec.model)
-    share = Share(spec.seed, index, count, inner.batch, inner.sequence)
+    text = _text(json.dumps(spec.data), inner.sequence)
+    stream = replace(text, order=replace(text.order, seed=spec.seed), batch_size=inner.batch)
+    rate = RatePlan.of(inner, horizon(spec), spec.budget.tokens)
     return Task(
         spec=spec,
         region=region,
         model=model,
+        tensors=model.tensors(),
         layout=cut(model.tensors(), spec.sync.fragments),
         inner=inner,
-        step=_step(model, inner.model_dump_json(), steps or horizon(spec, region)),
-        stream=replace(_text(json.dumps(spec.data), inner.sequence), share=share),
+        rate=rate,
+        step=_step(model, inner.model_dump_json(), rate.horizon, rate.budget),
+        stream=stream.part(index, count),
     )
 
 
 @functools.lru_cache(maxsize=24)
-def _step(model: Model, inner: str, steps: int) -> JaxStep:
-    return make_step(model, InnerSpec.model_validate_json(inner), horizon=steps)
+def _step(model: Model, settings: str, horizon: int, budget: float) -> JaxStep:
+    inner = InnerSpec.model_validate_json(settings)
+    return make_step(model, inner, RatePlan.of(inner, horizon, budget))
 
 
 @functools.cache
 def _text(data: str, sequence: int) -> Stream:
-    return datasets.build(json.loads(data)).open(0, 0, 1, 1, sequence)
+    return datasets.build(json.loads(data)).open(0, 1, sequence)
 
 
 @functools.cache
 def text_digest(data: str) -> str:
     """Names the text by its beginning and its length: Python's own library differs by version."""
     text = _text(data, 32)
-    sample = replace(text, share=replace(text.share, batch=64)).heldout(4)
+    sample = replace(text, batch_size=64).heldout(4)
     words = hashlib.sha256(f"{text.training.size} {text.apart.size}".encode())
     for batch in sample:
         words.update(np.ascontiguousarray(batch).tobytes())
@@ -246,13 +293,15 @@ def _loss(model: Model) -> Any:
     return jax.jit(model.loss_fn(penalties=False))
 
 
-def _heldout(spec: RunSpec, windows: int) -> list[list[np.ndarray]]:
+def heldout_of(spec: RunSpec, windows: int) -> list[list[np.ndarray]]:
     """Two halves of the held-out text, so that a result says how far the text decides it."""
     text = _text(json.dumps(spec.data), spec.inner.sequence)
-    batches = replace(text, share=replace(text.share, batch=64)).heldout(windows // 64)
+    batches = replace(text, batch_size=64).heldout(windows // 64)
     return [batches[0::2], batches[1::2]]
 
 
-def _evaluate(spec: RunSpec, weights: dict[str, np.ndarray], batches: list[np.ndarray]) -> float:
-    loss, params = _loss(models.build(spec.model)), place(weights)
+def evaluate(spec: RunSpec, weights: dict[str, np.ndarray], batches: list[np.ndarray]) -> float:
+    """Measures the mean loss of weights on held-out text, in nats per token."""
+    model = models.build(spec.model)
+    loss, params = _loss(model), place_model(model).place(weights)
     return float(np.mean([float(loss(params, tokens)[0]) for tokens in batches]))

@@ -20,7 +20,7 @@ from diloco_cli.core.unmerged_work import Book
 from diloco_cli.server.versions.next_version import Version
 from diloco_cli.sim.region import SimulatedRegion
 from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario
-from diloco_cli.wire.frame import Frame, open_frame, pack
+from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.worker.mailbox import Fate, Image
 from diloco_cli.worker.trainer.checkpoint import Checkpoint
 from diloco_cli.worker.trainer.mail import IncomingImage
@@ -31,7 +31,7 @@ from diloco_cli.worker.trainer.resume import (
     resume_fragment,
 )
 from diloco_cli.worker.trainer.task import Task
-from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
+from diloco_cli.worker.trainer.weights_and_books import TrainedWeights
 
 Seconds = float
 RUN = "rehearsal"
@@ -66,7 +66,7 @@ class TrainingOptions:
 
 
 class TrainingRegion(SimulatedRegion):
-    """One site's trainer with its arrays."""
+    """One site's trainer with its arrays; time passes as in any simulated region."""
 
     def __init__(
         self,
@@ -76,16 +76,17 @@ class TrainingRegion(SimulatedRegion):
         around: TrainingSetup,
         habits: TrainingOptions,
     ) -> None:
+        super().__init__(site, scenario)
         self.task, self.around, self.habits = task, around, habits
         self.sent: dict[int, Frame] = {}
         """The outbox: the newest frame of each fragment."""
         first = [around.version(number, 0) for number in range(len(scenario.sizes))]
         book, _ = unmerged_work.start(None, None, task.alpha)
         self.own = self._holdings(
-            [replace(book, version=0) for _ in first], [one.state.published for one in first]
+            [replace(book, version=0) for _ in first],
+            [version.state.published for version in first],
         )
         self.saved = self.own.checkpoint() if habits.checkpoint else None
-        super().__init__(site, scenario)
         if habits.lockstep:
             self.reports_after = 1  # Whoever stands still could not say so later.
 
@@ -95,7 +96,7 @@ class TrainingRegion(SimulatedRegion):
         anchors: list[np.ndarray],
         saved: Checkpoint | None = None,
         params: dict[str, np.ndarray] | None = None,
-    ) -> WeightsAndBooks:
+    ) -> TrainedWeights:
         standing = ResumePoint(
             books=books,
             anchors=anchors,
@@ -105,7 +106,7 @@ class TrainingRegion(SimulatedRegion):
             clock=max([saved.clock if saved else 0, *(book.posted for book in books)]),
             resumed=saved is not None,
         )
-        return WeightsAndBooks(self.task, standing, run=RUN)
+        return TrainedWeights(self.task, standing, run=RUN)
 
     # Time
 
@@ -147,8 +148,8 @@ class TrainingRegion(SimulatedRegion):
 
     def send(self, number: int) -> Frame:
         """Encodes all that is held of a fragment and puts it in flight."""
-        header, values = self.own.post(number)
-        frame = open_frame(pack(header, values, level=self.task.spec.wire.zstd))
+        header, work = self.own.post(number)
+        frame = open_frame(work.pack(header, level=self.task.spec.wire.zstd))
         self.own.written(number, header.clock, frame.digest)
         self.sent[number] = frame
         self.around.posted(frame)
@@ -159,7 +160,8 @@ class TrainingRegion(SimulatedRegion):
             return False
         sent = self.sent.get(number)
         ours = sent.values() if sent and sent.digest == merged else None
-        self.own.adopt(number, IncomingImage(self._image(number, version), merged, ours))
+        image = self._image(number, version)
+        self.own.adopt(number, IncomingImage(image, merged, image.weights, ours))
         return True
 
     def _image(self, number: int, version: int) -> Image:

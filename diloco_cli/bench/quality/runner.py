@@ -12,14 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 from diloco_cli.bench.quality.cells import Cell
-from diloco_cli.bench.quality.experiment import Budget, name_of, run_cell
+from diloco_cli.bench.quality.experiment import Budget, CellRecord, name_of, run_cell
 from diloco_cli.errors import StoreError
 from diloco_cli.worker.trainer.task import set_up
 
-Record = dict[str, Any]
 Say = Callable[[str], None]
 
 
@@ -31,33 +29,37 @@ def run_cells(
     say: Say,
     *,
     workers: int = 1,
-) -> list[Record]:
+) -> list[CellRecord]:
     """Adds a line to the file for every cell that is not in it; gives all that were asked for."""
     known = {record["id"]: record for record in read(file)}
-    asked = [(cell, seed, name_of(cell, budget, seed)) for seed in seeds for cell in cells]
+    planned = [(cell, seed, name_of(cell, budget, seed)) for seed in seeds for cell in cells]
     # Two names may mean the same run.
-    missing = {name: (cell, seed) for cell, seed, name in asked if name not in known}
-    say(f"{len(asked)} cells, {len(asked) - len(missing)} of them in {file}")
+    missing = {name: (cell, seed) for cell, seed, name in planned if name not in known}
+    say(f"{len(planned)} cells, {len(planned) - len(missing)} of them in {file}")
     began = time.monotonic()
     results = _one_by_one if workers == 1 else _side_by_side
     for number, record in enumerate(results(list(missing.values()), budget, workers), 1):
         known[record["id"]] = record
         _append(file, record)
         left = (time.monotonic() - began) / number * (len(missing) - number)
-        found = record.get("failed") or f"{record['loss']:.4f}"
+        result = record.get("failed") or f"{record['loss']:.4f}"
         say(
-            f"{number} of {len(missing)}: {record['cell']}, seed {record['seed']}: {found}; "
+            f"{number} of {len(missing)}: {record['cell']}, seed {record['seed']}: {result}; "
             f"{left / 60:.0f} min left"
         )
-    return [{**known[name], "cell": cell.name} for cell, _, name in asked]
+    return [{**known[name], "cell": cell.name} for cell, _, name in planned]
 
 
-def _one_by_one(wanted: list[tuple[Cell, int]], budget: Budget, workers: int) -> Iterator[Record]:
+def _one_by_one(
+    wanted: list[tuple[Cell, int]], budget: Budget, workers: int
+) -> Iterator[CellRecord]:
     for cell, seed in wanted:
         yield run_cell(cell, budget, seed)
 
 
-def _side_by_side(wanted: list[tuple[Cell, int]], budget: Budget, workers: int) -> Iterator[Record]:
+def _side_by_side(
+    wanted: list[tuple[Cell, int]], budget: Budget, workers: int
+) -> Iterator[CellRecord]:
     # Processes that begin anew: a fork of one that has JAX's threads would hang.
     pool = ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=_set_up_cell
@@ -88,7 +90,7 @@ def _set_up_cell() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def read(file: Path) -> list[Record]:
+def read(file: Path) -> list[CellRecord]:
     """Reads what was measured; a line that a death cut off is measured again."""
     try:
         lines = file.read_text("utf-8").splitlines()
@@ -96,7 +98,7 @@ def read(file: Path) -> list[Record]:
         return []
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror}.") from None
-    found = []
+    records = []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -108,11 +110,11 @@ def read(file: Path) -> list[Record]:
             raise StoreError(
                 f"{file}, line {number} is no cell.", hint="Delete the line, or name another file."
             ) from None
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
-def _append(file: Path, record: Record) -> None:
+def _append(file: Path, record: CellRecord) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         text = file.read_text("utf-8") if file.exists() else ""

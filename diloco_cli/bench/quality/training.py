@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_cli.assemble import RunObjects, recipe_of, resolve
+from diloco_cli.assemble import RunObjects, resolve, settings_of
 from diloco_cli.bench.quality.learner import RUN, TrainingOptions, TrainingRegion
 from diloco_cli.core.fragments import gather, scatter
 from diloco_cli.core.rounds import Receipt
@@ -33,8 +33,8 @@ from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.worker.engines.jax_engine import JaxEngine, JaxStep
-from diloco_cli.worker.trainer.task import Task
-from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
+from diloco_cli.worker.trainer.task import Task, horizon
+from diloco_cli.worker.trainer.weights_and_books import TrainedWeights
 
 Seconds = float
 
@@ -57,6 +57,8 @@ class Trained:
 
     weights: dict[str, np.ndarray]
     """The global weights, as regions hold them after the end."""
+    average: dict[str, np.ndarray]
+    """Of the published weights over the last rounds, if the run keeps one; else the weights."""
     seconds: Seconds
     """Virtual, until the budget was spent."""
     goodput: float
@@ -90,8 +92,9 @@ class Training(Simulation):
     ) -> None:
         """With `refund`, tokens that a death undid are trained again within the budget."""
         self.spec, self.parts = spec, resolve(spec)
-        self.recipe, self.payloads = recipe_of(spec, self.parts), MemoryPayloads()
+        self.settings, self.payloads = settings_of(spec, self.parts), MemoryPayloads()
         self.left, self.refund = float(spec.budget.tokens), refund
+        self._horizon = horizon(spec)
         self.undone = 0.0
         self.up_bytes = self.up_values = self.down_bytes = self.down_values = 0
         self._tasks, self._habits = tasks, habits or TrainingOptions()
@@ -116,7 +119,11 @@ class Training(Simulation):
         due = [(learner, learner.due(now)) for learner in self.learners]
         for number in range(max((steps for _, steps in due), default=0)):
             ready = [learner for learner, steps in due if steps > number]
-            train_together([learner for learner in ready if self._may(learner)], self._alike)
+            place = int((1 - self.left / self.spec.budget.tokens) * self._horizon)
+            may = [learner for learner in ready if self._may(learner)]
+            for learner in may:  # A live region hears of it a heartbeat later.
+                learner.own.stepper.place(place)
+            train_together(may, self._alike)
 
     def _may(self, learner: TrainingRegion) -> bool:
         if self.left < learner.task.tokens:
@@ -144,17 +151,17 @@ class Training(Simulation):
         super()._published(fragment, members)
 
     def _make(self, fragment: int, receipts: list[Receipt], *, drain: bool) -> None:
-        old, about = self.made[fragment][-1], self.parts.layout.fragments[fragment]
-        made = next_version(self.recipe, self.payloads, old, about, receipts, drain=drain)
+        old, place = self.made[fragment][-1], self.parts.layout.fragments[fragment]
+        made = next_version(self.settings, self.payloads, old, place, receipts, drain=drain)
         if isinstance(made, Spoiled):
             raise RunFailed(f"Round {old.number} of fragment {fragment} failed: {made.why}.")
         version, data = made
-        frame = open_frame(data, size=about.size)
+        frame = open_frame(data, size=place.size)
         decoded, digest = frame.added_to(old.state.published)
         if digest != version.digest or not np.array_equal(decoded, version.state.published):
             raise RunFailed(f"Version {version.number} of fragment {fragment} does not decode.")
         self.down_bytes += len(data)
-        self.down_values += about.size
+        self.down_values += place.size
         self.made[fragment].append(version)
         for receipt in receipts:
             del self.payloads.frames[receipt.digest]
@@ -172,6 +179,7 @@ class Training(Simulation):
             pass
         return Trained(
             weights=self.weights(),
+            average=self.weights(average=True),
             seconds=seconds,
             goodput=(trained - self.undone) / full,
             versions=round(outcome.versions / len(self.made)),
@@ -199,14 +207,19 @@ class Training(Simulation):
             self._make(fragment, receipts, drain=True)
         return bool(receipts)
 
-    def weights(self) -> dict[str, np.ndarray]:
-        found = {tensor.name: np.empty(tensor.shape, "f4") for tensor in self.parts.model.tensors()}
+    def weights(self, *, average: bool = False) -> dict[str, np.ndarray]:
+        """The global weights; with `average`, that of the last rounds where one is kept."""
+        weights = {
+            tensor.name: np.empty(tensor.shape, "f4") for tensor in self.parts.model.tensors()
+        }
         for fragment, made in zip(self.parts.layout.fragments, self.made, strict=True):
-            scatter(made[-1].state.published, fragment, found)
-        return found
+            state = made[-1].state.load()
+            kept = state.average if average and state.average is not None else state.published
+            scatter(kept, fragment, weights)
+        return weights
 
     def _discarded(self, learners: list[TrainingRegion]) -> float:
-        sizes = self.recipe.sizes
+        sizes = self.settings.sizes
         return sum(
             size * learner.own.books[number].totals.discarded / sum(sizes)
             for learner in learners
@@ -233,16 +246,18 @@ def train_together(learners: Sequence[TrainingRegion], alike: Mapping[JaxStep, i
             learner.stepped()
 
 
-def _train_abreast(step: JaxStep, own: Sequence[WeightsAndBooks]) -> None:
-    batches = [one.task.stream.batch(one.cursor) for one in own]
+def _train_abreast(step: JaxStep, own: Sequence[TrainedWeights]) -> None:
+    batches = [books.stream.batch(books.cursor) for books in own]
     tokens = np.stack([tokens for tokens, _ in batches])
-    engines = [cast(JaxEngine, one.engine) for one in own]
+    engines = [cast(JaxEngine, books.engine) for books in own]
     moved = _abreast(step)(
         [engine.params for engine in engines], [engine.state for engine in engines], tokens
     )
-    for one, engine, params, state, (_, cursor) in zip(own, engines, *moved, batches, strict=True):
-        engine.params, engine.state = params, state
-        one.stepped(cursor)
+    for books, engine, params, state, (_, cursor) in zip(
+        own, engines, *moved, batches, strict=True
+    ):
+        engine.moved(params, state)
+        books.stepped(cursor, books.tokens_a_step)
 
 
 @functools.lru_cache(maxsize=24)
@@ -269,15 +284,15 @@ def _split(tree: Any, count: int) -> list[Any]:
 
 def first_versions(spec: RunSpec, parts: RunObjects) -> list[Version]:
     """Version 0 of every fragment, as a server begins."""
-    weights, found = parts.model.init(spec.seed), []
+    weights, versions = parts.model.init(spec.seed), []
     for fragment in parts.layout.fragments:
         theta = gather(weights, fragment)
         state = StoredState(theta, parts.outer.start(fragment.size), theta)
-        found.append(Version(0, state, vector_digest(theta), {}, ()))
-    return found
+        versions.append(Version(0, state, vector_digest(theta), {}, ()))
+    return versions
 
 
 def _receipt(frame: Frame) -> Receipt:
-    said = frame.header
-    about = (said.base, said.clock, frame.digest, said.prev, said.tokens, said.steps)
-    return Receipt(said.region, said.fragment, *about, bytes=len(frame.data))
+    header = frame.header
+    work = (header.base, header.clock, frame.digest, header.prev, header.tokens, header.steps)
+    return Receipt(header.region, header.fragment, *work, bytes=len(frame.data))

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,14 +25,14 @@ from diloco_cli.net.client import Client
 from diloco_cli.net.credentials import NOBODY, Credentials, load_credentials
 from diloco_cli.server.access.issue import CredentialFolder, bundle
 from diloco_cli.server.settings import ServerSettings
-from diloco_cli.spec.schema import RunSpec
+from diloco_cli.spec.schema import Choice, RunSpec
 from diloco_cli.wire.frame import Header, pack
 
 REGIONS = ("here", "there")
 START_SECONDS = 120.0
 
 
-def made_up(values: int, up: dict[str, Any], certs: str | None = None) -> ServerSettings:
+def made_up(values: int, up: Choice, certs: str | None = None) -> ServerSettings:
     """A run of one fragment of so many values that never ends by itself."""
     spec = RunSpec.model_validate(
         {
@@ -56,7 +55,7 @@ def made_up(values: int, up: dict[str, Any], certs: str | None = None) -> Server
 class OneFragmentServer:
     """The running server, as far as a client needs to know it."""
 
-    recipe: ServerSettings
+    settings: ServerSettings
     folder: Path
     process: BaseProcess
     clock: int = 0
@@ -65,7 +64,7 @@ class OneFragmentServer:
     @property
     def credentials(self) -> Credentials:
         """Who the first region is to a server that asks."""
-        certs = self.recipe.spec.server.certs
+        certs = self.settings.spec.server.certs
         return load_credentials(bundle(Path(certs), "upload", REGIONS[0])) if certs else NOBODY
 
     @property
@@ -74,9 +73,9 @@ class OneFragmentServer:
         deadline = time.monotonic() + START_SECONDS
         while True:
             with contextlib.suppress(OSError, ValueError):
-                said = json.loads((self.folder / "server" / "address.json").read_bytes())
-                if said["pid"] == self.process.pid:
-                    return said["url"]
+                address = json.loads((self.folder / "server" / "address.json").read_bytes())
+                if address["pid"] == self.process.pid:
+                    return address["url"]
             if not self.process.is_alive() or time.monotonic() > deadline:
                 raise RunFailed("The server of the measurement did not start.")
             time.sleep(0.01)
@@ -88,24 +87,27 @@ class OneFragmentServer:
     def join(self, server: Client) -> None:
         """Speaks for the first region from now on."""
         server.run()
-        digests = {
-            "spec_digest": self.recipe.spec_digest,
-            "layout_digest": self.recipe.layout.digest,
-        }
-        self.epoch = server.join(REGIONS[0], owner="o", boot=1, **digests).epoch
+        joined = server.join(
+            REGIONS[0],
+            owner="o",
+            boot=1,
+            spec_digest=self.settings.spec_digest,
+            layout_digest=self.settings.layout.digest,
+        )
+        self.epoch = joined.epoch
 
     def frame(self, run: str, *, clock: int | None = None, seed: int = 0) -> bytes:
         """A contribution of random values, as the region's trainer would post it."""
         if clock is None:
             self.clock += 1
-        size = self.recipe.sizes[0]
+        size = self.settings.sizes[0]
         values = np.random.default_rng(seed).normal(size=size).astype(np.float32)
         header = Header.contribution(
             run=run,
-            layout=self.recipe.layout.digest,
+            layout=self.settings.layout.digest,
             fragment=0,
             size=size,
-            codec=self.recipe.spec.wire.up,
+            codec=self.settings.spec.wire.up,
             base=0,
             region=REGIONS[0],
             clock=self.clock if clock is None else clock,
@@ -117,7 +119,7 @@ class OneFragmentServer:
     def restart(self) -> None:
         """Kills the server, without a goodbye, and starts it again on the same port."""
         self.stop()
-        self.process = _server(self.recipe, self.folder)
+        self.process = _server(self.settings, self.folder)
         start(self.process)
 
     def stop(self) -> None:
@@ -126,7 +128,7 @@ class OneFragmentServer:
 
 @contextlib.contextmanager
 def stage(
-    values: int, up: dict[str, Any] | None = None, *, tls: bool = False
+    values: int, up: Choice | None = None, *, tls: bool = False
 ) -> Iterator[OneFragmentServer]:
     """A server with one fragment of `values` values, until the block ends.
 
@@ -135,8 +137,8 @@ def stage(
     with tempfile.TemporaryDirectory(prefix="diloco-link-") as name:
         folder = Path(name)
         certs = _issued(folder / "certs") if tls else None
-        recipe = made_up(values, up or {"kind": "fp32"}, certs)
-        running = OneFragmentServer(recipe, folder, _server(recipe, folder))
+        settings = made_up(values, up or {"kind": "fp32"}, certs)
+        running = OneFragmentServer(settings, folder, _server(settings, folder))
         try:
             start(running.process)
             yield running
@@ -145,25 +147,25 @@ def stage(
 
 
 def _issued(folder: Path) -> str:
-    office = CredentialFolder(folder)
-    office.found("link", [], 2)
-    office.issue("upload", REGIONS[0], 2, renew=False)
+    credentials = CredentialFolder(folder)
+    credentials.create_missing("link", [], 2)
+    credentials.issue("upload", REGIONS[0], 2, renew=False)
     return str(folder)
 
 
-def _server(recipe: ServerSettings, folder: Path) -> BaseProcess:
-    spec = recipe.spec
-    about = recipe.sizes[0], spec.wire.up, spec.server.certs
-    return made(_serve, about, str(folder))
+def _server(settings: ServerSettings, folder: Path) -> BaseProcess:
+    spec = settings.spec
+    setup = settings.sizes[0], spec.wire.up, spec.server.certs
+    return made(_serve, setup, str(folder))
 
 
-def _serve(about: tuple[int, dict[str, Any], str | None], folder: str) -> None:
+def _serve(setup: tuple[int, Choice, str | None], folder: str) -> None:
     from diloco_cli.server.lifecycle import serve
 
     with open(Path(folder) / "log", "ab") as log:
         os.dup2(log.fileno(), 2)
 
     def initial() -> dict[str, np.ndarray]:
-        return {"w": np.random.default_rng(1).normal(size=about[0]).astype(np.float32)}
+        return {"w": np.random.default_rng(1).normal(size=setup[0]).astype(np.float32)}
 
-    serve(made_up(*about), Path(folder), initial)
+    serve(made_up(*setup), Path(folder), initial)

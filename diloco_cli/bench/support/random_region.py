@@ -24,6 +24,9 @@ from diloco_cli.wire.messages import News
 from diloco_cli.worker.agent.published_weights import add_up, bring_up
 from diloco_cli.worker.mailbox import Image
 
+LARGE = 500_000_000
+"""Parameters from which a region does not hold as many random numbers, for want of memory."""
+
 FATES = ("trained", "applied", "pending", "refused", "discarded")
 
 
@@ -57,7 +60,7 @@ class RandomRegion:
         self.run = server.run().run
         seed = [region.name for region in spec.regions].index(name)
         rng = np.random.default_rng(seed)
-        self.deltas = [pseudo_gradient(each, rng) for each in self.layout.fragments]
+        self.deltas = _pseudo_gradients(self.layout, rng)
         joined = server.join(
             name,
             owner=name,
@@ -87,7 +90,7 @@ class RandomRegion:
             self.name,
             {
                 **{"epoch": self.epoch, "step": self.clock, "training": True},
-                **{"stopping": False, "drained": False},
+                **{"stopping": False, "ended": 0},
                 "fragments": [
                     {"version": image.version, "steps": float(self.spec.sync.every)}
                     for image in self.images
@@ -137,6 +140,15 @@ class RandomRegion:
             raise RunFailed(f"{self.name} could not follow fragment {number} by its deltas.")
         self.bytes_down += sum(frame.data.nbytes for frame in chain)
         self.images[number] = image
+
+
+def _pseudo_gradients(layout: Layout, rng: np.random.Generator) -> list[np.ndarray]:
+    """One for each fragment; of a large model they are the same numbers."""
+    if layout.size < LARGE:
+        return [pseudo_gradient(each, rng) for each in layout.fragments]
+    largest = max(layout.fragments, key=lambda fragment: fragment.size)
+    values = pseudo_gradient(largest, rng)
+    return [values[: fragment.size] for fragment in layout.fragments]
 
 
 def pseudo_gradient(fragment: Fragment, rng: np.random.Generator) -> np.ndarray:

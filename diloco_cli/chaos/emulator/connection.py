@@ -16,7 +16,6 @@ import contextlib
 import math
 import socket
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from diloco_cli.chaos.emulator.lane import ConnectionSignal, EmulatedLane, Flow
@@ -130,13 +129,10 @@ class EmulatedLink:
     ) -> None:
         self.loop = loop
         self.link = link
-        found = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)[0]
-        self.family, self.target = found[0], found[4]
-        self.up = EmulatedLane(loop, _steady(link), self._moved)
-        self.down = EmulatedLane(loop, _steady(back), self._moved)
-        self.watchers: list[Callable[[], bool]] = []
-        """Called whenever something moved, until they answer yes."""
-
+        resolved = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)[0]
+        self.family, self.target = resolved[0], resolved[4]
+        self.up = EmulatedLane(loop, _steady(link))
+        self.down = EmulatedLane(loop, _steady(back))
         self._listener: socket.socket | None = None
         self._connections: set[EmulatedConnection] = set()
         self._accepted = 0
@@ -185,7 +181,6 @@ class EmulatedLink:
 
     def left(self, connection: EmulatedConnection) -> None:
         self._connections.discard(connection)
-        self._moved()
 
     def close(self) -> None:
         self.accept_nobody()
@@ -203,11 +198,6 @@ class EmulatedLink:
                 client, _ = self._listener.accept()
                 self._accepted += 1
                 self._connections.add(EmulatedConnection(self, tuned(client, self.link)))
-                self._moved()
-
-    def _moved(self) -> None:
-        if self.watchers:
-            self.watchers = [watcher for watcher in self.watchers if not watcher()]
 
     def _schedule(self, link: Link) -> None:
         for timer in self._timers:

@@ -23,7 +23,6 @@ import enum
 import math
 import socket
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from diloco_cli.sim.network import Lane, Link
@@ -144,14 +143,11 @@ class Flow:
 class EmulatedLane:
     """One direction of a link, with everything that is on it."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, link: Link, moved: Callable[[], None]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, link: Link) -> None:
         self.loop = loop
         self.entered = 0
         self.arrived = 0
         self._lane = Lane(link)
-        self._moved = moved
         self._ready: deque[Flow] = deque()
         self._way: deque[tuple[float, Flow, Payload | ConnectionSignal]] = deque()
         self._confirming: deque[tuple[float, Flow, int]] = deque()
@@ -237,7 +233,6 @@ class EmulatedLane:
             self._confirm(flow, count)
         while self._ready and self._lane.opens() <= now:
             self._take_turn(self._ready.popleft(), now)
-        self._moved()
         self._plan()
 
     def _plan(self) -> None:

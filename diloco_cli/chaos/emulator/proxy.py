@@ -22,7 +22,6 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -119,12 +118,8 @@ class Proxy:
 
         self._call(act)
 
-    def hold_replies(self) -> None:
-        """Lets requests through and keeps what the server says until `heal`."""
-        self._call(lambda: self._crossing.down.stop("cut"))
-
     def heal(self) -> None:
-        """Undoes `cut` and `hold_replies`; an outage of the link's own takes its time."""
+        """Undoes `cut`; an outage of the link's own takes its time."""
 
         def act() -> None:
             self._crossing.up.go("cut")
@@ -143,28 +138,6 @@ class Proxy:
         home = parse_link(back) if isinstance(back, str) else back
         self._call(lambda: self._crossing.shape(out, home or out))
         self._link = out
-
-    def wait_until(
-        self, told: Callable[[LinkTraffic], bool], *, seconds: float = 60.0
-    ) -> LinkTraffic:
-        """Waits until the traffic is as told and returns it; TimeoutError if it never is."""
-        answer: Future[LinkTraffic] = Future()
-
-        def look() -> bool:
-            traffic = self._crossing.traffic()
-            try:
-                if not answer.done() and told(traffic):
-                    answer.set_result(traffic)
-            except Exception as error:
-                answer.set_exception(error)
-            return answer.done()
-
-        self._call(lambda: look() or self._crossing.watchers.append(look))
-        try:
-            return answer.result(seconds)
-        except NotYet:
-            answer.cancel()
-            raise TimeoutError(f"after {seconds:g} s still {self.traffic()}") from None
 
     def close(self) -> None:
         """Breaks what is open and leaves nothing running; harmless when repeated."""

@@ -168,9 +168,11 @@ class Download:
                 elapsed = time.monotonic() - self._began
                 self._error = link_error(self._url, error, allowed, self._failures, elapsed)
                 return
-        asked = error.asked if isinstance(error, RetryLater) else 0.0
+        retry_after = error.retry_after if isinstance(error, RetryLater) else 0.0
         chance = random.random()
-        if self._stop.wait(self._retry.pause(self._failures, asked=asked, chance=chance)):
+        if self._stop.wait(
+            self._retry.pause(self._failures, retry_after=retry_after, chance=chance)
+        ):
             self._error = link_error(self._url, error, allowed, self._failures, 0.0)
 
     # One answer

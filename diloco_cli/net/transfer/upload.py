@@ -282,9 +282,9 @@ class Upload:
                 elapsed = time.monotonic() - self._began
                 self._error = link_error(self._url, error, allowed, failures, elapsed)
                 return
-        asked = error.asked if isinstance(error, RetryLater) else 0.0
+        retry_after = error.retry_after if isinstance(error, RetryLater) else 0.0
         rounds = -(-failures // lanes)
-        self._stop.wait(self._retry.pause(rounds, asked=asked, chance=random.random()))
+        self._stop.wait(self._retry.pause(rounds, retry_after=retry_after, chance=random.random()))
 
 
 def missing(have: tuple[Range, ...], size: int) -> list[Range]:

@@ -9,21 +9,38 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 from diloco_cli.observe.units import bytes_
+from diloco_cli.plan.devices import USABLE, DeviceNeeds
 from diloco_cli.plan.plan import Plan
 
 PACKAGES = ("diloco-cli", "jax", "numpy", "numba", "httpx", "pyreqwest", "granian", "zstandard")
 FILES = 1024
 """Open files that a server of many regions may come to."""
 INODES = 10_000
-DEVICES = "import json, jax; d = jax.devices(); print(json.dumps([len(d), d[0].platform]))"
+DEVICES = """
+import json, jax
+found = jax.devices()
+limit = (found[0].memory_stats() or {}).get("bytes_limit")
+print(json.dumps([len(found), found[0].platform, found[0].device_kind, limit]))
+"""
 DEVICE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDevices:
+    """What JAX sees on this host."""
+
+    count: int
+    platform: str
+    kind: str
+    memory: float | None
+    """Bytes of each, where they say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +65,17 @@ def host(folder: Path) -> Iterator[Check]:
 
 
 def _versions() -> Check:
-    found, missing = [], []
+    installed, missing = [], []
     for name in PACKAGES:
         try:
-            found.append(f"{name} {version(name)}")
+            installed.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             missing.append(name)
     python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
     if missing:
         fix = "Install diloco anew in this environment: make install."
         return Check("versions", "fail", f"{', '.join(missing)} is not installed", fix)
-    return Check("versions", "ok", ", ".join([python, *found]))
+    return Check("versions", "ok", ", ".join([python, *installed]))
 
 
 def _cores() -> Check:
@@ -99,73 +116,85 @@ def _existing(folder: Path) -> Path:
 # Against a spec
 
 
-def against(found: Plan, folder: Path, *, serves: bool) -> Iterator[Check]:
-    """What this run needs of this host; `serves`: the server is to run here as well."""
+def against(
+    plan: Plan, folder: Path, *, serves: bool, region: str | None = None
+) -> Iterator[Check]:
+    """What this run needs of this host; `serves`: the server is to run here as well.
+
+    Without a region the host is to do for any of them.
+    """
     devices = _ask_jax()
-    yield _disk(found, folder, serves=serves)
-    yield _memory(found, serves=serves, trains_here=devices is None or devices[1] == "cpu")
-    yield _devices(found, devices)
+    needs = [one for one in plan.devices if region in (None, one.region)]
+    yield _disk(plan, folder, serves=serves)
+    on_host = devices is None or devices.platform == "cpu"
+    yield _memory(plan, needs if on_host else [], serves=serves)
+    yield _devices(needs, devices)
     if serves:
-        yield _port(found.spec.server.listen)
+        yield _port(plan.spec.server.listen)
 
 
-def _disk(found: Plan, folder: Path, *, serves: bool) -> Check:
+def _disk(plan: Plan, folder: Path, *, serves: bool) -> Check:
     free = shutil.disk_usage(_existing(folder)).free
     # A checkpoint and its successor, images, and the frames that wait.
-    need = 2 * found.memory.host + found.scenario.parameters * (4 + found.scenario.up_bits / 8)
-    need += found.memory.server_disk if serves else 0
-    said = f"{bytes_(free)} are free for {folder}, about {bytes_(need)} are needed"
+    need = 2 * plan.memory.host + plan.scenario.parameters * (4 + plan.scenario.up_bits / 8)
+    need += plan.memory.server_disk if serves else 0
+    text = f"{bytes_(free)} are free for {folder}, about {bytes_(need)} are needed"
     if free < need:
-        return Check("disk", "fail", said, "Make room, or use another disk with --dir.")
-    return Check("disk", "ok" if free > 2 * need else "warn", said, "It will be nearly full.")
+        return Check("disk", "fail", text, "Make room, or use another disk with --dir.")
+    return Check("disk", "ok" if free > 2 * need else "warn", text, "It will be nearly full.")
 
 
-def _memory(found: Plan, *, serves: bool, trains_here: bool) -> Check:
+def _memory(plan: Plan, devices: Sequence[DeviceNeeds], *, serves: bool) -> Check:
+    """`devices` have no memory of their own and use the host's."""
     import psutil
 
     free = psutil.virtual_memory().available
-    need = found.memory.host + (found.memory.server if serves else 0)
-    if trains_here:  # No accelerator with a memory of its own.
-        need += found.memory.device + found.memory.activations
-    said = f"{bytes_(free)} are free, about {bytes_(need)} are needed by one region"
-    said += " and the server" if serves else ""
+    need = plan.memory.host + (plan.memory.server if serves else 0)
+    need += max((one.devices * one.total for one in devices), default=0.0)
+    text = f"{bytes_(free)} are free, about {bytes_(need)} are needed by one region"
+    text += " and the server" if serves else ""
     if free < need:
         fix = "A smaller model or batch, more inner.accumulate, or a larger machine."
-        return Check("memory", "fail", said, fix)
-    return Check("memory", "ok", said)
+        return Check("memory", "fail", text, fix)
+    return Check("memory", "ok", text)
 
 
-def _ask_jax() -> tuple[int, str] | None:
+def _ask_jax() -> FoundDevices | None:
     """Asks in a process of its own, so that this one stays light."""
     try:
-        asked = [sys.executable, "-c", DEVICES]
-        ended = subprocess.run(asked, capture_output=True, text=True, timeout=DEVICE_SECONDS)
-        count, platform = json.loads(ended.stdout.splitlines()[-1])
-    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
+        command = [sys.executable, "-c", DEVICES]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=DEVICE_SECONDS)
+        return FoundDevices(*json.loads(ended.stdout.splitlines()[-1]))
+    except (OSError, ValueError, IndexError, TypeError, subprocess.TimeoutExpired):
         return None
-    return int(count), str(platform)
 
 
-def _devices(found: Plan, devices: tuple[int, str] | None) -> Check:
+def _devices(needs: Sequence[DeviceNeeds], devices: FoundDevices | None) -> Check:
     fix = "Install the extra of your accelerator: pip install 'diloco-cli[cuda]' or '[tpu]'."
     if devices is None:
         return Check("devices", "fail", "JAX finds no device here", fix)
-    count, platform = devices
-    need = max(region.devices or 1 for region in found.spec.regions)
-    said = f"{count} of kind {platform}, {need} a region asked for"
-    if count < need:
-        return Check("devices", "fail", said, "Lower regions[].devices, or use another host.")
-    if platform == "cpu" and found.memory.device > 4e9:
-        return Check("devices", "warn", f"{said}; this model is large for a processor", fix)
-    return Check("devices", "ok", said)
+    most = max(needs, key=lambda one: one.devices)
+    text = f"{devices.count} of kind {devices.kind}, {most.devices} asked for by {most.region}"
+    if devices.count < most.devices:
+        change = "Lower regions[].mesh (or devices), or use another host."
+        return Check("devices", "fail", text, change)
+    fullest = max(needs, key=lambda one: one.total)
+    if devices.memory is not None:
+        text += f"; {bytes_(fullest.total)} of {bytes_(devices.memory)} needed on each"
+        if fullest.total > USABLE * devices.memory:
+            change = f"`diloco plan --device {devices.memory / 1e9:.0f}GB` says what to change."
+            return Check("devices", "fail", text, change)
+    if devices.platform == "cpu" and fullest.total > 4e9:
+        return Check("devices", "warn", f"{text}; this model is large for a processor", fix)
+    return Check("devices", "ok", text)
 
 
 def _port(listen: str) -> Check:
     name, _, port = listen.rpartition(":")
     try:
-        with socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET) as asked:
-            asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            asked.bind((name.strip("[]"), int(port)))
+        with socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((name.strip("[]"), int(port)))
     except OSError as error:
         busy = error.errno == errno.EADDRINUSE
         fix = "Stop what listens there, or set server.listen to another port (0: any free one)."

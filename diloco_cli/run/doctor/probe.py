@@ -50,13 +50,13 @@ def measure(
 ) -> Way:
     """Asks short questions and fetches the largest fragment, several times each."""
     with Client(url, Options(retry=retry, credentials=credentials)) as client:
-        about = client.run()
+        run = client.run()
         trips, status = [], client.status()
         for _ in range(TRIPS):
             began = time.monotonic()
             status = client.status()
             trips.append(time.monotonic() - began)
-        fragment = max(range(len(about.fragments)), key=lambda number: about.fragments[number])
+        fragment = max(range(len(run.fragments)), key=lambda number: run.fragments[number])
         latest = client.latest(fragment, wait=0)
         version = latest.version if latest else 0
         rates, size = [], 0

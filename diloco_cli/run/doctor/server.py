@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -30,7 +29,7 @@ SKEW = 30.0
 SOON_DAYS = 14
 
 
-def server(url: str, found: Plan | None, credentials: Credentials = NOBODY) -> Iterator[Check]:
+def server(url: str, plan: Plan | None, credentials: Credentials = NOBODY) -> Iterator[Check]:
     """Looks at the way to a server step by step; ends at the first that fails."""
     url = checked_url(url)
     for look in (_connect, lambda url: _certificate(url, credentials)):
@@ -47,13 +46,13 @@ def server(url: str, found: Plan | None, credentials: Credentials = NOBODY) -> I
         return
     yield _protocol(response)
     yield _clock(response)
-    about = _about(response)
-    yield _wire(url, response, about)
-    if about is None:
+    run = _run_document(response)
+    yield _wire(url, response, run)
+    if run is None:
         return
-    if found is not None:
-        yield _same_run(about, found)
-    yield _way(url, found, credentials)
+    if plan is not None:
+        yield _same_run(run, plan)
+    yield _link(url, plan, credentials)
 
 
 def _connect(url: str) -> Check:
@@ -90,8 +89,8 @@ def _certificate(url: str, credentials: Credentials) -> Check:
     except (OSError, ValueError) as error:
         return Check("TLS", "fail", f"no secure connection: {error}", "Is this an https server?")
     days = (ends - time.time()) / 86400
-    said = f"the certificate is good for {days:.0f} more days"
-    return Check("TLS", "ok" if days > SOON_DAYS else "warn", said, "Renew it soon.")
+    text = f"the certificate is good for {days:.0f} more days"
+    return Check("TLS", "ok" if days > SOON_DAYS else "warn", text, "Renew it soon.")
 
 
 def _protocol(response: httpx.Response) -> Check:
@@ -107,57 +106,57 @@ def _clock(response: httpx.Response) -> Check:
     except (KeyError, ValueError, TypeError):
         return Check("clock", "ok", "the server does not say what time it is")
     apart = abs(time.time() - there)
-    said = f"{apart:.0f} s apart from the server's"
+    text = f"{apart:.0f} s apart from the server's"
     if apart > SKEW:
-        return Check("clock", "fail", said, "Start a time service: timedatectl set-ntp true.")
-    return Check("clock", "ok", said)
+        return Check("clock", "fail", text, "Start a time service: timedatectl set-ntp true.")
+    return Check("clock", "ok", text)
 
 
-def _about(response: httpx.Response) -> dict[str, Any] | None:
+def _run_document(response: httpx.Response) -> Mapping[str, object] | None:
     try:
-        about = response.json()
+        document = response.json()
     except ValueError:
         return None
-    return about if isinstance(about, dict) and "run" in about else None
+    return document if isinstance(document, dict) and "run" in document else None
 
 
-def _wire(url: str, response: httpx.Response, about: dict[str, Any] | None) -> Check:
-    if about is None:
+def _wire(url: str, response: httpx.Response, run: Mapping[str, object] | None) -> Check:
+    if run is None:
         fix = "Compare the URL with the one that `diloco serve` printed."
         if response.status_code in (401, 403):
             fix = "Show who you are: --certs FOLDER, or DILOCO_TOKEN_FILE."
         return Check("server", "fail", f"{url} answered {response.status_code}, no run", fix)
-    theirs = about.get("wire")
+    theirs = run.get("wire")
     if theirs != WIRE_VERSION:
         fix = "Install the same version of diloco on both sides."
         return Check("wire", "fail", f"version {theirs} there, {WIRE_VERSION} here", fix)
-    return Check("wire", "ok", f"version {theirs} on both sides, run {about['run']}")
+    return Check("wire", "ok", f"version {theirs} on both sides, run {run['run']}")
 
 
-def _same_run(about: dict[str, Any], found: Plan) -> Check:
+def _same_run(run: Mapping[str, object], plan: Plan) -> Check:
     from diloco_cli.assemble import resolve, shared_digest
 
     ours = {
-        "spec_digest": shared_digest(found.spec),
-        "layout_digest": resolve(found.spec).layout.digest,
+        "spec_digest": shared_digest(plan.spec),
+        "layout_digest": resolve(plan.spec).layout.digest,
     }
-    other = [key.partition("_")[0] for key, digest in ours.items() if about.get(key) != digest]
+    other = [key.partition("_")[0] for key, digest in ours.items() if run.get(key) != digest]
     if other:
         fix = "Give this host the server's spec; `GET /v1/run` shows what must agree."
         return Check("spec", "fail", f"the server runs another {' and '.join(other)}", fix)
     return Check("spec", "ok", "the server runs the same")
 
 
-def _way(url: str, found: Plan | None, credentials: Credentials) -> Check:
+def _link(url: str, plan: Plan | None, credentials: Credentials) -> Check:
     try:
-        way = measure(url, retry=ONCE, credentials=credentials)
+        link = measure(url, retry=ONCE, credentials=credentials)
     except DilocoError as error:
         return Check("link", "fail", error.message, error.hint or "")
-    said = f"{gbit(way.rate)} down, {1000 * way.round_trip:.1f} ms"
-    if found is None:
-        return Check("link", "ok", said)
-    need = found.needs.need_down
-    said += f"; {gbit(need)} keep {found.target:.0%} of the pace"
-    if way.rate < need:
-        return Check("link", "warn", said, "`diloco plan --probe` says what to change in the spec.")
-    return Check("link", "ok", said)
+    text = f"{gbit(link.rate)} down, {1000 * link.round_trip:.1f} ms"
+    if plan is None:
+        return Check("link", "ok", text)
+    need = plan.needs.need_down
+    text += f"; {gbit(need)} keep {plan.target:.0%} of the pace"
+    if link.rate < need:
+        return Check("link", "warn", text, "`diloco plan --probe` says what to change in the spec.")
+    return Check("link", "ok", text)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Aggregates this run on this host. Started again, it goes on where it stopped.
-# With certificates (diloco certs init --host NAME) it listens to other hosts, over TLS; without
-# them, to this host only.
+# With certificates (diloco certs init --host NAME) it listens to other hosts, over TLS, and lets
+# in whoever has a credential of this run; without them, it listens to this host only.
 set -eu
 cd "$(dirname "$0")"
 if ! command -v diloco >/dev/null 2>&1; then
@@ -10,6 +10,7 @@ if ! command -v diloco >/dev/null 2>&1; then
     exit 2
 fi
 if [ -f certs/server.pem ]; then
-    set -- --set server.certs=certs --set server.listen=0.0.0.0:PORT "$@"
+    set -- --set server.certs=certs --set server.listen=0.0.0.0:PORT \
+        --set server.admit=credentialed "$@"
 fi
 exec diloco serve run.yaml "$@"

@@ -3,7 +3,7 @@
     FOLDER/ca.pem, ca.key            the authority; the key never leaves this host
     FOLDER/server.pem, server.key    what the server shows; names from --host
     FOLDER/revoked.pem               certificates that no longer open the door
-    FOLDER/tokens.json               who is who: hashes of tokens (`keyring`)
+    FOLDER/tokens.json               who is who: hashes of tokens (`tokens.py`)
     FOLDER/regions/NAME/             what a region's host needs: ca.pem, client.pem,
     FOLDER/readers/NAME/             client.key, token
     FOLDER/admins/NAME/
@@ -108,7 +108,7 @@ def keep_pair(pair: KeyPair, certificate: Path, key: Path) -> None:
 
 def read_pair(certificate: Path, key: Path) -> KeyPair:
     try:
-        found = serialization.load_pem_private_key(key.read_bytes(), None)
+        private = serialization.load_pem_private_key(key.read_bytes(), None)
         made = read_certificate(certificate)
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(
@@ -116,9 +116,9 @@ def read_pair(certificate: Path, key: Path) -> KeyPair:
             hint="Restore it from a copy; `diloco certs init`"
             " in another folder makes a new authority.",
         ) from None
-    if not isinstance(found, ec.EllipticCurvePrivateKey):
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
         raise StoreError(f"{key} is not a P-256 key.", hint="Was it made by `diloco certs`?")
-    return KeyPair(made, found)
+    return KeyPair(made, private)
 
 
 def read_certificate(path: Path) -> x509.Certificate:
@@ -136,10 +136,10 @@ def read_certificate(path: Path) -> x509.Certificate:
 def names_of(certificate: x509.Certificate) -> list[str]:
     """Lists the names a certificate is good for."""
     try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
         return []
-    return [str(name.value) for name in found.value]
+    return [str(name.value) for name in extension.value]
 
 
 def days_left(certificate: x509.Certificate) -> float:

@@ -7,7 +7,6 @@ connect, `tokens.json` for who is who. Doing the same thing twice changes nothin
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from diloco_cli.server.access.tokens import (
     new_token,
     read_entries,
 )
+from diloco_cli.spec.schema import is_a_name
 from diloco_cli.system.files import disk_errors, keep_bytes, make_folder
 from diloco_cli.system.locks import FileLock
 
@@ -36,8 +36,6 @@ OPERATOR = "operator"
 
 OVERLAP_SECONDS = 86_400.0
 """An old credential lasts so long after its renewal, for its host to take the new one."""
-
-_NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?")
 
 
 def bundle(folder: Path, role: Role, name: str) -> Path:
@@ -62,7 +60,7 @@ class CredentialFolder:
         with FileLock(self.folder / "lock", mode=0o600).held(wait=math.inf):
             yield
 
-    def found(self, run: str, hosts: Sequence[str], days: int) -> list[str]:
+    def create_missing(self, run: str, hosts: Sequence[str], days: int) -> list[str]:
         """Makes what is missing, and says what that was."""
         with self._open():
             done = self._authority(run)
@@ -81,7 +79,7 @@ class CredentialFolder:
     def issue(self, role: Role, name: str, days: int, *, renew: bool) -> TokenEntry | None:
         """Makes a credential; None when there is a valid one already and none is renewed."""
         self.must_exist()
-        if not _NAME.fullmatch(name):
+        if not is_a_name(name):
             raise SpecError(
                 f"{name!r} cannot be a name.", hint="Names are small letters, digits, - and _."
             )
@@ -97,15 +95,15 @@ class CredentialFolder:
         self.must_exist()
         with self._open():
             run, entries = read_entries(self.tokens)
-            mine = [one for one in entries if (one.role, one.name) == (role, name)]
+            mine = [entry for entry in entries if (entry.role, entry.name) == (role, name)]
             if not mine:
-                known = ", ".join(sorted({f"{one.role} {one.name}" for one in entries}))
+                known = ", ".join(sorted({f"{entry.role} {entry.name}" for entry in entries}))
                 raise SpecError(
                     f"Nothing was ever issued to {role} {name!r}.", hint=f"Known here: {known}."
                 )
             now = time.time()
-            ending = [one for one in mine if one.revoked is None]
-            after = [replace(one, revoked=now) if one in ending else one for one in entries]
+            ending = [entry for entry in mine if entry.revoked is None]
+            after = [replace(entry, revoked=now) if entry in ending else entry for entry in entries]
             keep_entries(self.tokens, run, after)
             self._list_revoked(after)
             return ending
@@ -153,8 +151,8 @@ class CredentialFolder:
 
     def _live(self, role: Role, name: str) -> bool:
         now, (_, entries) = time.time(), read_entries(self.tokens)
-        mine = [one for one in entries if (one.role, one.name) == (role, name)]
-        return any(one.state(now) == "valid" for one in mine)
+        mine = [entry for entry in entries if (entry.role, entry.name) == (role, name)]
+        return any(entry.state(now) == "valid" for entry in mine)
 
     def _issue(self, role: Role, name: str, days: int) -> TokenEntry:
         run, entries = read_entries(self.tokens)
@@ -181,7 +179,7 @@ class CredentialFolder:
         return entry
 
     def _list_revoked(self, entries: Sequence[TokenEntry]) -> None:
-        serials = [int(one.serial, 16) for one in entries if one.revoked is not None]
+        serials = [int(entry.serial, 16) for entry in entries if entry.revoked is not None]
         number = int(time.time() * 1000)
         made = authority.revocations(self._pair(), serials, number)
         with disk_errors(self.folder / "revoked.pem"):

@@ -75,13 +75,13 @@ def hash_of(token: str) -> str:
 def read_entries(path: Path) -> tuple[str, list[TokenEntry]]:
     """Reads the run's name and its credentials."""
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
-        if found["form"] != FORM:
-            raise ValueError(f"it has form {found['form']}, this version reads {FORM}")
-        entries = [TokenEntry(**each) for each in found["entries"]]
+        document: dict[str, Any] = json.loads(path.read_bytes())
+        if document["form"] != FORM:
+            raise ValueError(f"it has form {document['form']}, this version reads {FORM}")
+        entries = [TokenEntry(**each) for each in document["entries"]]
         if any(each.role not in ROLES for each in entries):
             raise ValueError("it names a role that does not exist")
-        return str(found["run"]), entries
+        return str(document["run"]), entries
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(
             f"The credentials in {path} cannot be read: {error}.",
@@ -130,23 +130,23 @@ class TokenList:
             )
         if not token:
             raise _unauthorised("no-credential", "This call needs a token, none was sent.")
-        found = self._find(hash_of(token))
-        if found is None:
+        entry = self._find(hash_of(token))
+        if entry is None:
             raise _unauthorised("unknown-credential", self._unknown(token))
-        state = found.state(self._clock())
+        state = entry.state(self._clock())
         if state != "valid":
             raise _unauthorised(
-                f"{state}-credential", f"The credential of {found.role} {found.name!r} is {state}."
+                f"{state}-credential", f"The credential of {entry.role} {entry.name!r} is {state}."
             )
-        return Caller(found.role, found.name)
+        return Caller(entry.role, entry.name)
 
     def _find(self, sha256: str) -> TokenEntry | None:
         """Compares with every hash, in a time that says nothing about any of them."""
-        found = None
-        for each in self._entries:
-            if hmac.compare_digest(each.sha256, sha256):
-                found = each
-        return found
+        match = None
+        for entry in self._entries:
+            if hmac.compare_digest(entry.sha256, sha256):
+                match = entry
+        return match
 
     def _unknown(self, token: str) -> str:
         start, _, rest = token.partition(".")
@@ -157,8 +157,8 @@ class TokenList:
 
     def _refresh(self) -> None:
         try:
-            found = self.path.stat()
-            seen = (found.st_mtime_ns, found.st_ino, found.st_size)
+            stat = self.path.stat()
+            seen = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
         except OSError:
             seen = ()
         if seen == self._seen:

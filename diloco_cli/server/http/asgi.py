@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,15 +15,17 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diloco_cli.errors import StoreError, WireError
+from diloco_cli.observe.history import History
 from diloco_cli.server.access.roles import AccessCheck
 from diloco_cli.server.access.tokens import TokenList
 from diloco_cli.server.http.audit import Audit, Watched
-from diloco_cli.server.http.calls import CALLS, Call
+from diloco_cli.server.http.calls import CALLS, Call, openapi
 from diloco_cli.server.http.handlers import Routes
 from diloco_cli.server.http.limits import Quota
 from diloco_cli.server.intake.body import LimitedReceive
 from diloco_cli.server.refusals import HEADERS, HttpRefusal
-from diloco_cli.server.rounds.coordinator import Coordinator, other_wire
+from diloco_cli.server.rounds.coordinator import Coordinator
+from diloco_cli.server.rounds.membership import other_wire
 from diloco_cli.system.files import DiskFull, ReadOnly
 from diloco_cli.wire.frame import most_bytes
 from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, WIRE_VERSION
@@ -30,13 +33,13 @@ from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, WIRE_VERSION
 log = logging.getLogger(__name__)
 
 
-class Whole(IntegerConvertor):
+class NumberConvertor(IntegerConvertor):
     """A number in a path; Python refuses to read one of thousands of digits."""
 
     regex = "[0-9]{1,18}"
 
 
-register_url_convertor("int", Whole())
+register_url_convertor("number", NumberConvertor())
 
 
 def make_app(
@@ -44,16 +47,25 @@ def make_app(
     *,
     events: Path,
     url: Callable[[], str],
-    keyring: TokenList | None = None,
+    tokens: TokenList | None = None,
+    history: History | None = None,
 ) -> Guarded:
     """Makes the ASGI application of a coordinator.
 
     `events` is the path of the run log; `url` says where the server can be reached. Without
-    a keyring anybody may do anything, which is for the loopback address only.
+    tokens anybody may do anything, which is for the loopback address only.
     """
-    routes, access = Routes(coordinator, events, url), AccessCheck(keyring)
-    recipe = coordinator.state.settings
-    quota = Quota(sum(most_bytes(size, recipe.up) for size in recipe.sizes))
+    release = importlib.metadata.version("diloco-cli")
+    history = history or History(len(coordinator.state.settings.sizes))
+    routes = Routes(coordinator, events, url, lambda: openapi(release), history)
+    access = AccessCheck(tokens)
+    state = coordinator.state
+
+    def model_bytes() -> int:
+        sizes, codecs = state.settings.sizes, state.history.up_codecs
+        return max(sum(most_bytes(size, codec) for size in sizes) for codec in codecs)
+
+    quota = Quota(model_bytes)
     table = [
         Route(call.path, _endpoint(routes, call, access, quota), methods=[call.method])
         for call in CALLS
@@ -83,9 +95,9 @@ class Table:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> Response:
         allowed: set[str] = set()
         for route in self.routes:
-            match, found = route.matches(scope)
+            match, parameters = route.matches(scope)
             if match == Match.FULL:
-                scope.update(found)
+                scope.update(parameters)
                 return await route.endpoint(Request(scope, receive, send))
             if match == Match.PARTIAL:
                 allowed |= route.methods or set()
@@ -101,15 +113,15 @@ LISTED = "GET /openapi.json lists the calls."
 
 def _not_allowed(method: str, allowed: set[str]) -> HttpRefusal:
     may = ", ".join(sorted(allowed))
-    said = f"{method:.20} is not for this path, which takes {may}."
-    return HttpRefusal("not-allowed", said, LISTED, headers={"allow": may})
+    message = f"{method:.20} is not for this path, which takes {may}."
+    return HttpRefusal("not-allowed", message, LISTED, headers={"allow": may})
 
 
 def _endpoint(
     routes: Routes, call: Call, access: AccessCheck, quota: Quota
 ) -> Callable[[Request], Awaitable[Response]]:
     """Checks a request, lets the call answer, and puts failures into words."""
-    handler, run = getattr(routes, call.name), routes.state.store.run
+    run = routes.state.store.run
 
     async def endpoint(request: Request) -> Response:
         request.state.call = call.name
@@ -119,14 +131,13 @@ def _endpoint(
                 _check_wire(request)
             _check_run(request, run, must=call.region)
             with _counted(quota, call, request):
-                return await handler(request)
+                return await call.handler(routes, request)
         except ClientDisconnect:
             return Response(status_code=400)  # Nobody is there to read it.
         except Exception as error:
             if isinstance(error, DiskFull):
                 routes.state.disk_full("upload", error)
-            request.state.code = _denied(error).code
-            return answer_error(error)
+            return _answer_failure(error, request)
 
     return endpoint
 
@@ -194,13 +205,21 @@ class Guarded:
             watched.note(self.audit)
 
 
-def answer_error(error: Exception) -> Response:
-    """Turns what went wrong into an error body."""
-    denied = _denied(error)
+def answer_error(denied: HttpRefusal) -> Response:
+    """Turns a refusal into an error body."""
     return JSONResponse(denied.body, denied.status, denied.headers)
 
 
-def _denied(error: Exception) -> HttpRefusal:
+def _answer_failure(error: Exception, request: Request) -> Response:
+    # Not in the endpoint: a local of its frame would refer to the error, whose traceback refers
+    # to the frame, and the cycle would keep the body.
+    denied = _denied(error, request)
+    request.state.code = denied.code
+    return answer_error(denied)
+
+
+def _denied(error: Exception, request: Request) -> HttpRefusal:
+    """Turns what went wrong into a refusal; a fault of our own is logged."""
     if isinstance(error, HttpRefusal):
         return error
     if isinstance(error, DiskFull):
@@ -210,7 +229,11 @@ def _denied(error: Exception) -> HttpRefusal:
         return closing()
     if isinstance(error, WireError):
         return HttpRefusal("bad-request", error.message, error.hint)
-    log.error("a request failed", exc_info=error)
+    who = {
+        "peer": request.client.host if request.client else None,
+        "region": request.path_params.get("region", "")[:64],
+    }
+    log.error(f"{request.state.call} failed", exc_info=error, extra=who)
     return HttpRefusal("failed", f"{type(error).__name__}: {error}", "See the server's log.")
 
 

@@ -13,8 +13,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -32,52 +36,40 @@ ITEMS = frozenset({"join", "contribute", "contribute_part", "version", "weights"
 """Calls of which every answer is written down; of the others, only what was not allowed."""
 
 DOWNLOADS = frozenset({"version", "weights"})
+_OWNER_ONLY = partial(os.open, mode=0o600)
 
 
-class Audit:
+class Audit(RotatingFileHandler):
     """Appends to one file and begins the next when it is full."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        most: int = MOST_BYTES,
-        kept: int = KEPT,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.path, self._most, self._kept, self._clock = path, most, kept, clock
-        self._handle, self._size, self._failed = -1, 0, False
+    def __init__(self, path: Path, *, most: int = MOST_BYTES, kept: int = KEPT) -> None:
+        super().__init__(path, maxBytes=most, backupCount=kept - 1, encoding="utf-8", delay=True)
+        self._failure: OSError | None = None
 
     def write(self, **facts: Any) -> None:
         """Adds a line; a disk that refuses it is said once and stops nobody."""
-        line = json.dumps({"time": round(self._clock(), 3), **facts}).encode() + b"\n"
-        try:
-            if self._handle >= 0 and self._size + len(line) > self._most:
-                self._turn()
-            if self._handle < 0:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-                self._handle = os.open(self.path, flags, 0o600)
-                self._size = os.fstat(self._handle).st_size
-            self._size += os.write(self._handle, line)
-            self._failed = False
-        except OSError as error:
-            if not self._failed:
-                log.warning(f"{self.path} cannot be written: {error.strerror}; going on without it")
-            self._failed = True
+        line = json.dumps({"time": round(time.time(), 3), **facts})
+        self.handle(logging.makeLogRecord({"msg": line}))
 
-    def close(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._handle = -1
+    def emit(self, record: logging.LogRecord) -> None:
+        before, self._failure = self._failure, None
+        super().emit(record)
+        if self._failure and not before:
+            why = self._failure.strerror
+            log.warning(f"{self.baseFilename} cannot be written: {why}; going on without it")
 
-    def _turn(self) -> None:
-        """Moves audit.jsonl to audit.jsonl.1, that to .2, and so on."""
-        self.close()
-        for number in range(self._kept - 1, 0, -1):
-            older = self.path.with_name(f"{self.path.name}.{number}")
-            newer = older.with_name(f"{self.path.name}.{number - 1}") if number > 1 else self.path
-            if newer.exists():
-                os.replace(newer, older)
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            raise
+        self._failure = error
+        if self.stream:  # The next line opens the file again.
+            with suppress(OSError):
+                self.stream.close()
+            self.stream = None
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding="utf-8", opener=_OWNER_ONLY)
 
 
 class Watched:

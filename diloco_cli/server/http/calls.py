@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from diloco_cli.server.access.tokens import ROLES, Role
+from diloco_cli.server.http.handlers import Routes
 from diloco_cli.wire import messages
-from diloco_cli.wire.messages import LONG_POLL_SECONDS, WIRE_VERSION
+from diloco_cli.wire.messages import LONG_POLL_SECONDS, WIRE_VERSION, JsonObject
+
+
+class Handler(Protocol):
+    """A method of `Routes`."""
+
+    __name__: str
+
+    def __call__(self, routes: Routes, request: Request, /) -> Awaitable[Response]: ...
 
 
 @dataclass(frozen=True)
 class Call:
     """One call: where it is, what it does, what it may answer."""
 
-    name: str
+    handler: Handler
     method: str
     path: str
     does: str
@@ -37,8 +50,17 @@ class Call:
     server, but not with a header of its own."""
 
     @property
+    def name(self) -> str:
+        return self.handler.__name__
+
+    @property
+    def pattern(self) -> str:
+        """The path without the kinds of its parameters."""
+        return re.sub(r":\w+}", "}", self.path)
+
+    @property
     def every_answer(self) -> dict[int, str]:
-        return {**self.answers, **NOT_ALLOWED} if self.may else self.answers
+        return {**self.answers, **NOT_ALLOWED, **self.answers} if self.may else self.answers
 
 
 _WAITS = f"seconds to wait for it, at most {LONG_POLL_SECONDS:g} by default and 60 at all"
@@ -59,7 +81,7 @@ NOT_ALLOWED = {
 
 CALLS = (
     Call(
-        "about",
+        Routes.about,
         "GET",
         messages.RUN,
         "Says which run this is and what every region must share.",
@@ -67,13 +89,15 @@ CALLS = (
         may=_ALL,
     ),
     Call(
-        "join",
+        Routes.join,
         "POST",
         messages.JOIN,
         "Takes the lease of a region.",
         {
             200: "the news, the epoch, and the largest clock decided for the region",
-            409: "held, older-copy, other-run, other-spec, unknown-region",
+            403: "another region's credential, or of a role that may not; retired: it was removed; "
+            "name-taken",
+            409: "held, too-soon, older-copy, other-run, other-spec, unknown-region, full",
             426: "another wire version",
         },
         sends=_JSON,
@@ -82,7 +106,7 @@ CALLS = (
         may=_REGION,
     ),
     Call(
-        "heartbeat",
+        Routes.heartbeat,
         "POST",
         messages.HEARTBEAT,
         "Renews the lease and reports how the region is doing.",
@@ -97,7 +121,7 @@ CALLS = (
         may=_REGION,
     ),
     Call(
-        "calls",
+        Routes.calls,
         "GET",
         messages.CALLS,
         "Waits for news.",
@@ -107,7 +131,7 @@ CALLS = (
         may=_REGION,
     ),
     Call(
-        "contribute",
+        Routes.contribute,
         "PUT",
         messages.CONTRIBUTION,
         "Hands over a contribution; the same frame again gets the same answer.",
@@ -129,7 +153,7 @@ CALLS = (
         may=_REGION,
     ),
     Call(
-        "parts",
+        Routes.parts,
         "GET",
         messages.PARTS,
         "Says which bytes of a contribution are there already.",
@@ -140,7 +164,7 @@ CALLS = (
         may=_REGION,
     ),
     Call(
-        "contribute_part",
+        Routes.contribute_part,
         "PUT",
         messages.PART,
         "Hands over the bytes from `start` on; the PUT of the contribution itself, with the "
@@ -165,7 +189,7 @@ CALLS = (
         may=_REGION,
     ),
     Call(
-        "fragment",
+        Routes.fragment,
         "GET",
         messages.FRAGMENT,
         "Waits for a version newer than `after`.",
@@ -174,7 +198,7 @@ CALLS = (
         may=_ALL,
     ),
     Call(
-        "version",
+        Routes.version,
         "GET",
         messages.VERSION,
         "Gives one version of a fragment: the whole frame, or the deltas that lead to it.",
@@ -191,7 +215,7 @@ CALLS = (
         may=_ALL,
     ),
     Call(
-        "weights",
+        Routes.weights,
         "GET",
         messages.WEIGHTS,
         "Gives the whole model as safetensors, all fragments at one clock.",
@@ -204,12 +228,15 @@ CALLS = (
             416: "a range beyond the end",
             503: "busy: too many of these are being sent; try again after Retry-After",
         },
-        {"version": "every fragment at this version; the newest of each when left out"},
+        {
+            "version": "every fragment at this version; the newest of each when left out",
+            "ema": "1: the average that `outer.ema` keeps of the published weights, the newest",
+        },
         gives=_FRAME,
         may=_READERS,
     ),
     Call(
-        "status",
+        Routes.status,
         "GET",
         messages.STATUS,
         "Says how the run is.",
@@ -217,7 +244,7 @@ CALLS = (
         may=_ALL,
     ),
     Call(
-        "events",
+        Routes.events,
         "GET",
         messages.EVENTS,
         "Streams the run log; resumable with Last-Event-ID.",
@@ -227,7 +254,20 @@ CALLS = (
         may=_READERS,
     ),
     Call(
-        "stop",
+        Routes.history,
+        "GET",
+        messages.HISTORY,
+        "Gives the curves of the run, its evaluations and its last rounds.",
+        {200: "means over equal spans of time, in columns; null where nothing is known"},
+        {
+            "from": "seconds since the run began; 0 for the whole run",
+            "points": "most points of a curve",
+            "round": "number of the last round that is known",
+        },
+        may=_ALL,
+    ),
+    Call(
+        Routes.stop,
         "POST",
         messages.STOP,
         "Stops the whole run gracefully; it can be resumed.",
@@ -236,7 +276,33 @@ CALLS = (
         may=_ADMIN,
     ),
     Call(
-        "metrics",
+        Routes.amend,
+        "POST",
+        messages.AMENDMENTS,
+        "Changes settings of a run that has begun; the same id again gets the same answer.",
+        {
+            201: "on record, and in force",
+            200: "made before, nothing to change, or a dry run: what it is",
+            409: "terms-changed: somebody else amended the run first; "
+            "unconfirmed: it would end the run",
+            422: "not-amendable: every key that cannot be changed so, and why",
+            426: "another wire version, or none named",
+        },
+        sends=_JSON,
+        message=messages.Amend,
+        wire=True,
+        may=_ADMIN,
+    ),
+    Call(
+        Routes.amendments,
+        "GET",
+        messages.AMENDMENTS,
+        "Lists the amendments of the run.",
+        {200: "their number, who made them, when, and what they changed"},
+        may=_ALL,
+    ),
+    Call(
+        Routes.metrics,
         "GET",
         "/metrics",
         "Prometheus metrics.",
@@ -245,16 +311,23 @@ CALLS = (
         may=_READERS,
     ),
     Call(
-        "health",
+        Routes.health,
         "GET",
         "/healthz",
-        "Says whether the server works.",
-        {200: "yes", 503: "no"},
+        "Says whether the server works and can acknowledge contributions.",
+        {200: "yes", 503: "no: it failed, or its disk is full; `trouble` says why"},
         may=_ANYBODY,
     ),
-    Call("described", "GET", "/openapi.json", "This description.", {200: "OpenAPI 3.1"}, may=_ALL),
     Call(
-        "page",
+        Routes.described,
+        "GET",
+        "/openapi.json",
+        "This description.",
+        {200: "OpenAPI 3.1"},
+        may=_ALL,
+    ),
+    Call(
+        Routes.page,
         "GET",
         "/",
         "The status as a page for people.",
@@ -265,12 +338,11 @@ CALLS = (
 )
 
 
-def openapi(version: str) -> dict[str, Any]:
+def openapi(version: str) -> JsonObject:
     """Describes the API as an OpenAPI document."""
-    paths: dict[str, dict[str, Any]] = {}
+    paths: dict[str, JsonObject] = {}
     for call in CALLS:
-        path = re.sub(r":\w+}", "}", call.path)
-        paths.setdefault(path, {})[call.method.lower()] = _operation(call)
+        paths.setdefault(call.pattern, {})[call.method.lower()] = _operation(call)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -291,9 +363,9 @@ def openapi(version: str) -> dict[str, Any]:
 _REF = "#/components/schemas/"
 
 
-def _message_schemas() -> dict[str, Any]:
+def _message_schemas() -> JsonObject:
     """The JSON schema of every message that a call takes, with the types it refers to."""
-    schemas: dict[str, Any] = {}
+    schemas: JsonObject = {}
     for message in filter(None, (call.message for call in CALLS)):
         schema = message.model_json_schema(ref_template=_REF + "{model}")
         schemas |= schema.pop("$defs", {})
@@ -301,10 +373,10 @@ def _message_schemas() -> dict[str, Any]:
     return schemas
 
 
-_SCHEMAS = {"": {"type": "string"}, "int": {"type": "integer", "minimum": 0}}
+_SCHEMAS = {"": {"type": "string"}, "number": {"type": "integer", "minimum": 0}}
 
 
-def _operation(call: Call) -> dict[str, Any]:
+def _operation(call: Call) -> JsonObject:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": _SCHEMAS[kind]}
         for name, kind in re.findall(r"{(\w+)(?::(\w+))?}", call.path)
@@ -317,7 +389,7 @@ def _operation(call: Call) -> dict[str, Any]:
         parameters.append(_parameter(messages.WIRE_HEADER, "header", "wire version", True))
     if call.epoch:
         parameters.append(_parameter(messages.EPOCH_HEADER, "header", "from the join", True))
-    operation: dict[str, Any] = {
+    operation: JsonObject = {
         "operationId": call.name,
         "summary": call.does,
         "parameters": parameters,
@@ -332,7 +404,7 @@ def _operation(call: Call) -> dict[str, Any]:
     return operation
 
 
-def _parameter(name: str, where: str, meaning: str, required: bool = False) -> dict[str, Any]:
+def _parameter(name: str, where: str, meaning: str, required: bool = False) -> JsonObject:
     return {
         "name": name,
         "in": where,
@@ -342,8 +414,8 @@ def _parameter(name: str, where: str, meaning: str, required: bool = False) -> d
     }
 
 
-def _response(call: Call, code: int) -> dict[str, Any]:
-    described: dict[str, Any] = {"description": call.every_answer[code]}
+def _response(call: Call, code: int) -> JsonObject:
+    described: JsonObject = {"description": call.every_answer[code]}
     if code >= 400:
         described["content"] = {_JSON: {"schema": {"$ref": _REF + "Error"}}}
     elif code not in (204, 304):

@@ -45,6 +45,6 @@ def _rendered(lines: Iterable[EventLine]) -> bytes:
         if event := parse(line.text):
             # Without an id of its own an event leaves the reader with the last one it had.
             rendered += [f"id: {line.id}\n".encode()] if line.id else []
-            said = event.kind.encode(), line.text.strip()
-            rendered.append(b"event: %s\ndata: %s\n\n" % said)
+            fields = event.kind.encode(), line.text.strip()
+            rendered.append(b"event: %s\ndata: %s\n\n" % fields)
     return b"".join(rendered)

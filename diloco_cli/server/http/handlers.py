@@ -1,18 +1,20 @@
 """What each call does: read the request, ask the coordinator, write the answer.
 
 Nothing is decided here but what HTTP itself is about: sizes, headers, status codes. The
-calls and what they may answer are listed in `api.CALLS`.
+calls and what they may answer are listed in `calls.CALLS`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
 import importlib.metadata
 import json
 import re
+import shutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -20,11 +22,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from diloco_cli.core.rounds import Accept, Ahead, Answer, Fenced, Foreign, Recorded, Refused
-from diloco_cli.observe.dashboard import page
-from diloco_cli.observe.prometheus import prometheus_text
+from diloco_cli.observe.history import MOST_POINTS, History
+from diloco_cli.observe.page import POLICY, page
+from diloco_cli.observe.prometheus import process_text, prometheus_text
 from diloco_cli.observe.status import Status
-from diloco_cli.server.build_status import build_status
-from diloco_cli.server.http.calls import openapi
+from diloco_cli.server.build_status import amendment_of, build_status
 from diloco_cli.server.http.event_stream import tail
 from diloco_cli.server.http.limits import JSON_SECONDS
 from diloco_cli.server.intake.body import LimitedReceive, too_large
@@ -39,8 +41,12 @@ from diloco_cli.wire.messages import (
     LONG_POLL_SECONDS,
     PARTS_HEADER,
     WIRE_VERSION,
+    Amend,
+    Amendment,
+    Amendments,
     Having,
     Join,
+    JsonObject,
     Message,
     Run,
     parse,
@@ -49,48 +55,62 @@ from diloco_cli.wire.messages import (
 
 LONGEST_WAIT = 60.0
 MOST_JSON_BYTES = 1 << 16
+LEAST_ZIPPED = 4096
+PAGE_POINTS, PAGE_EVENTS = 300, 100
 MOST_MODELS = 4
 """Downloads of whole models at once: a slow one keeps the weights of its version in memory."""
 
 
 class Routes:
-    """The calls of `api.CALLS`, one method each."""
+    """The calls of `calls.CALLS`, one method each."""
 
-    def __init__(self, coordinator: Coordinator, events: Path, url: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        events: Path,
+        url: Callable[[], str],
+        describe: Callable[[], Mapping[str, object]],
+        history: History,
+    ) -> None:
+        """`describe` gives the OpenAPI document; somebody else fills the history."""
         self.coordinator = coordinator
         self.state = coordinator.state
         self.intake = Intake(coordinator)
         self._events = events
-        self._url = url
+        self._url, self._describe, self._history = url, describe, history
         self._lent: weakref.WeakSet[ModelDownload] = weakref.WeakSet()
-        """Whole models that are being sent, each with the memory of its version."""
+        """Whole models that are being sent, each with the files, or the memory, of its version."""
+        self._opening = 0
 
     # Regions
 
     async def about(self, request: Request) -> Response:
-        recipe = self.state.settings
+        settings = self.state.settings
         return _json(
             Run(
                 run=self.state.store.run,
-                name=recipe.spec.name,
+                name=settings.spec.name,
                 state=self.state.phase,
-                spec_digest=recipe.spec_digest,
-                layout_digest=recipe.layout.digest,
+                spec_digest=settings.spec_digest,
+                layout_digest=settings.layout.digest,
                 wire=WIRE_VERSION,
-                fragments=tuple(recipe.sizes),
-                lease_seconds=recipe.spec.server.lease,
-                settings=recipe.settings,
+                fragments=tuple(settings.sizes),
+                lease_seconds=settings.spec.server.lease,
+                settings=settings.settings,
+                digests=self.state.history.digests,
+                amendments=self._amendments(),
+                was=self.state.store.was,
             )
         )
 
     async def join(self, request: Request) -> Response:
-        asked = parse(Join, await self._body(request))
-        return _json(await self.coordinator.join(request.path_params["region"], asked))
+        message = parse(Join, await self._body(request))
+        return _json(await self.coordinator.join(request.path_params["region"], message))
 
     async def heartbeat(self, request: Request) -> Response:
         fragments = len(self.state.settings.sizes)
-        said = parse_heartbeat(await self._body(request), fragments=fragments)
-        return _json(await self.coordinator.heartbeat(request.path_params["region"], said))
+        message = parse_heartbeat(await self._body(request), fragments=fragments)
+        return _json(await self.coordinator.heartbeat(request.path_params["region"], message))
 
     async def calls(self, request: Request) -> Response:
         news = await self.coordinator.wait_news(
@@ -148,8 +168,8 @@ class Routes:
         slot = self.state.ledger.slots[address.fragment]
         merged = slot.merged.get(address.region, "")
         if isinstance(answer, Accept):
-            said = {"fate": "pending", "why": answer.why, "merged": merged, "recorded": False}
-            return JSONResponse(said, 201)
+            document = {"fate": "pending", "why": answer.why, "merged": merged, "recorded": False}
+            return JSONResponse(document, 201)
         if isinstance(answer, Recorded):
             fate, why = answer.decision.fate, answer.decision.why
             return JSONResponse({"fate": fate, "why": why, "merged": merged, "recorded": True})
@@ -196,9 +216,9 @@ class Routes:
             resource = await weights.whole(fragment, version)
         if resource is None:
             what = f"Version {version} of fragment {fragment}"
-            asked = f"{what} from version {since}" if since >= 0 else what
+            wanted = f"{what} from version {since}" if since >= 0 else what
             raise HttpRefusal(
-                "gone", f"{asked} is no longer kept; {newest} is the newest.", _NEWEST
+                "gone", f"{wanted} is no longer kept; {newest} is the newest.", _NEWEST
             )
         request.state.digest, request.state.range = resource.etag, request.headers.get("range")
         return send(request, resource, self._sent)
@@ -207,28 +227,45 @@ class Routes:
         self.state.totals.bytes_down += count
 
     async def weights(self, request: Request) -> Response:
-        asked = _number(request, "version", -1) if "version" in request.query_params else None
+        version = _number(request, "version", -1) if "version" in request.query_params else None
+        average = bool(_number(request, "ema", 0))
+        if average and version is not None:
+            raise HttpRefusal(
+                "bad-request",
+                "Only the newest average is kept, and a version is asked for.",
+                "Leave out `version` or `ema`.",
+            )
         await self.state.commit.durable()
         weights = self.state.weights
-        if len(self._lent) >= MOST_MODELS:
+        if len(self._lent) + self._opening >= MOST_MODELS:
             gc.collect()  # One that was broken off may still be about.
-        if len(self._lent) >= MOST_MODELS:
+        if len(self._lent) + self._opening >= MOST_MODELS:
             raise HttpRefusal(
                 "busy",
                 f"{MOST_MODELS} downloads of the whole model are under way, the most there may be.",
                 "Try again when one of them is over.",
                 headers={"retry-after": "5"},
             )
-        if asked is None:
-            model = weights.model()
-        else:
-            model = await asyncio.to_thread(weights.model, asked)
+        self._opening += 1
+        try:
+            if average:
+                model = await asyncio.to_thread(weights.average)
+            else:
+                model = await asyncio.to_thread(weights.model, version)
+        finally:
+            self._opening -= 1
+        if model is None and average:
+            raise HttpRefusal(
+                "not-found",
+                "This run keeps no average of its published weights, or has not begun one.",
+                "Set `outer.ema: 0.05`; `diloco amend` does so while a run goes on.",
+            )
         if model is None:
             clock = [each.number for each in weights.newest]
-            code = "not-found" if asked is not None and asked > min(clock) else "gone"
+            code = "not-found" if version is not None and version > min(clock) else "gone"
             raise HttpRefusal(
                 code,
-                f"Not every fragment has version {asked} here; the newest are {clock}.",
+                f"Not every fragment has version {version} here; the newest are {clock}.",
                 "Leave `version` out for the newest of each fragment.",
             )
         self._lent.add(model)
@@ -247,31 +284,75 @@ class Routes:
         return JSONResponse(self._status().plain(), headers={"cache-control": "no-store"})
 
     async def events(self, request: Request) -> Response:
-        said = request.query_params.get("after") or request.headers.get("last-event-id")
+        after = request.query_params.get("after") or request.headers.get("last-event-id")
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        stream = tail(self._events, said, self.state)
+        stream = tail(self._events, after, self.state)
         return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
+
+    async def history(self, request: Request) -> Response:
+        since = max(0, _number(request, "from", 0))
+        points = max(2, min(_number(request, "points", MOST_POINTS), MOST_POINTS))
+        document = self._document(since, points=points, round_after=_number(request, "round", 0))
+        body = json.dumps(document, separators=(",", ":")).encode()
+        headers = {"cache-control": "no-store"}
+        if len(body) > LEAST_ZIPPED and "gzip" in request.headers.get("accept-encoding", ""):
+            body = await asyncio.to_thread(gzip.compress, body, 1)
+            headers["content-encoding"] = "gzip"
+        return Response(body, headers=headers, media_type="application/json")
 
     async def stop(self, request: Request) -> Response:
         self.coordinator.stop("by request")
         return JSONResponse({"state": self.state.phase, "run": self.state.store.run}, 202)
 
+    async def amend(self, request: Request) -> Response:
+        wanted = parse(Amend, await self._body(request))
+        caller = getattr(request.state, "caller", None)
+        by = str(caller) if caller else "this machine"
+        answer, new = await self.coordinator.amend(wanted, by=by)
+        return Response(answer.body(), 201 if new else 200, media_type="application/json")
+
+    async def amendments(self, request: Request) -> Response:
+        return _json(Amendments(terms=self.state.ledger.terms, amendments=self._amendments()))
+
+    def _amendments(self) -> tuple[Amendment, ...]:
+        return tuple(map(amendment_of, self.state.ledger.amendments))
+
     async def metrics(self, request: Request) -> Response:
-        text = prometheus_text(self._status())
+        text = prometheus_text(self._status()) + process_text(
+            version=importlib.metadata.version("diloco-cli"), disk_free=self._disk_free()
+        )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def health(self, request: Request) -> Response:
-        well = self.state.failure is None
-        said = {"ok": well, "run": self.state.store.run, "trouble": self.state.trouble}
-        return JSONResponse(said, 200 if well else 503)
+        trouble = self.state.trouble
+        well = self.state.failure is None and not trouble
+        document = {"ok": well, "run": self.state.store.run, "trouble": trouble}
+        return JSONResponse(document, 200 if well else 503)
 
     async def described(self, request: Request) -> Response:
-        return JSONResponse(openapi(importlib.metadata.version("diloco-cli")))
+        return JSONResponse(self._describe())
 
     async def page(self, request: Request) -> Response:
-        return HTMLResponse(page(self._status()), headers={"cache-control": "no-store"})
+        text = page(
+            self._status(),
+            self._document(points=PAGE_POINTS),
+            list(self._history.events)[::-1][:PAGE_EVENTS],
+            by_time=request.query_params.get("x") == "time",
+        )
+        beside = {"cache-control": "no-store", "content-security-policy": POLICY}
+        return HTMLResponse(text, headers=beside)
 
     # Shared
+
+    def _disk_free(self) -> int | None:
+        try:
+            return shutil.disk_usage(self._events.parent).free
+        except OSError:
+            return None
+
+    def _document(self, since: int = 0, **more: int) -> JsonObject:
+        beside = {"run_id": self.state.store.run, "now": round(self.state.seconds, 3)}
+        return {**beside, **self._history.document(since, **more)}
 
     def _status(self) -> Status:
         return build_status(self.coordinator, self._url())
@@ -295,8 +376,8 @@ class Routes:
                     if len(body) > limit:
                         raise too_large(len(body), limit)
         except TimeoutError:
-            said = f"{len(body)} bytes of the body arrived in {JSON_SECONDS:g} s."
-            raise HttpRefusal("too-slow", said, "Send it again.") from None
+            message = f"{len(body)} bytes of the body arrived in {JSON_SECONDS:g} s."
+            raise HttpRefusal("too-slow", message, "Send it again.") from None
         return body
 
 
@@ -305,8 +386,8 @@ def _pieces(request: Request) -> LimitedReceive:
     return cast(LimitedReceive, request.receive)
 
 
-def _json(said: Message) -> Response:
-    return Response(said.body(), media_type="application/json")
+def _json(message: Message) -> Response:
+    return Response(message.body(), media_type="application/json")
 
 
 def _number(request: Request, key: str, otherwise: int | None = None) -> int:

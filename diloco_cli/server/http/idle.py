@@ -53,22 +53,30 @@ class IdleConnections:
         self._port, self._met, self._idle, self._clock = port, met, idle, clock
         self._since: dict[Peer, float] = {}
 
-    def sweep(self) -> int:
-        """Cuts what only takes up room; says how many that were."""
+    def sweep(self) -> list[Peer]:
+        """Cuts what only takes up room; says whose connections those were."""
         met = set(self._met)  # Whoever comes while we look is not gone.
-        now, found = self._clock(), list(connections(self._port))
-        there = {one.peer for one in found}
+        now, open_now = self._clock(), list(connections(self._port))
+        there = {connection.peer for connection in open_now}
         self._since = {peer: self._since.get(peer, now) for peer in there}
         self._met -= met - there
-        strangers = [one for one in found if one.peer not in self._met]
-        strangers.sort(key=lambda one: self._since[one.peer])
+        strangers = [connection for connection in open_now if connection.peer not in self._met]
+        strangers.sort(key=lambda connection: self._since[connection.peer])
         spare = max(0, len(strangers) - MOST_STRANGERS)
-        late = [one for one in strangers[spare:] if now - self._since[one.peer] > STRANGER_SECONDS]
-        idle = [one for one in found if one.peer in self._met and one.idle > self._idle]
+        late = [
+            connection
+            for connection in strangers[spare:]
+            if now - self._since[connection.peer] > STRANGER_SECONDS
+        ]
+        idle = [
+            connection
+            for connection in open_now
+            if connection.peer in self._met and connection.idle > self._idle
+        ]
         unwanted = strangers[:spare] + late + idle
-        for one in unwanted:
-            cut(one)
-        return len(unwanted)
+        for connection in unwanted:
+            cut(connection)
+        return [connection.peer for connection in unwanted]
 
 
 def connections(port: int) -> Iterator[OpenConnection]:
@@ -86,10 +94,10 @@ def connections(port: int) -> Iterator[OpenConnection]:
                     yield OpenConnection(peer[:2], int(name), idle)
 
 
-def cut(one: OpenConnection) -> None:
+def cut(connection: OpenConnection) -> None:
     """Ends a connection, unless its handle is by now that of another."""
-    with suppress(OSError), _held(one.handle) as held:
-        if held.getpeername()[:2] == one.peer:
+    with suppress(OSError), _held(connection.handle) as held:
+        if held.getpeername()[:2] == connection.peer:
             held.shutdown(socket.SHUT_RDWR)
 
 

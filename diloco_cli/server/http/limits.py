@@ -7,7 +7,7 @@ about many bodies at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from diloco_cli.server.refusals import HttpRefusal
@@ -25,9 +25,11 @@ JSON_SECONDS = 30.0
 class Quota:
     """What each region has under way."""
 
-    def __init__(self, model_bytes: int, *, uploads: int = UPLOADS_PER_REGION) -> None:
-        self._most_uploads = uploads
-        self._most_bytes = MODELS_PER_REGION * model_bytes
+    def __init__(
+        self, model_bytes: Callable[[], int], *, uploads: int = UPLOADS_PER_REGION
+    ) -> None:
+        """`model_bytes` says how long an upload of the whole model may be now."""
+        self._most_uploads, self._model_bytes = uploads, model_bytes
         self._uploads: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
@@ -37,10 +39,11 @@ class Quota:
         uploads, total = self._uploads[region] + 1, self._bytes[region] + size
         if uploads > self._most_uploads:
             raise _busy(f"{region} has {uploads - 1} uploads under way, the most it may have.")
-        if self._bytes[region] and total > self._most_bytes:
+        most_bytes = MODELS_PER_REGION * self._model_bytes()
+        if self._bytes[region] and total > most_bytes:
             raise _busy(
                 f"{region} has {self._bytes[region]} bytes on the way, with this upload {total}; "
-                f"at most {self._most_bytes} at once."
+                f"at most {most_bytes} at once."
             )
         self._uploads[region] = uploads
         self._bytes[region] = total

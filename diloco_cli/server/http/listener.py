@@ -165,13 +165,13 @@ class Listener(Server):
         self._taken.close()
         if self._serving is None:
             return
-        own = {one.peer for one in connections(self._port)} if not alone else None
+        own = {connection.peer for connection in connections(self._port)} if not alone else None
         self.stop()
         await asyncio.wait({self._serving}, timeout=0.2)
-        # A client that sleeps between two calls never answers the farewell.
-        for one in connections(self._port):
-            if own is None or one.peer in own:
-                cut(one)
+        # A client that sleeps between two calls never answers GOAWAY.
+        for connection in connections(self._port):
+            if own is None or connection.peer in own:
+                cut(connection)
         await asyncio.wait({self._serving}, timeout=seconds)
         self._serving.cancel()
         # The interpreter must not end while granian's threads still call into it.
@@ -203,7 +203,8 @@ async def _healthy(host: str, port: int) -> bool:
     try:
         writer.write(b"GET /healthz HTTP/1.1\r\nhost: diloco\r\nconnection: close\r\n\r\n")
         async with asyncio.timeout(2.0):
-            return (await reader.readline()).startswith(b"HTTP/1.1 200")
+            # 503 is an answer, too: a server whose disk is full has much to say.
+            return (await reader.readline()).startswith((b"HTTP/1.1 200", b"HTTP/1.1 503"))
     except (OSError, TimeoutError):
         return False
     finally:

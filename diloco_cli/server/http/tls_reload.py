@@ -64,7 +64,7 @@ class Certificates:
                 hint=f"Restore them, or `diloco certs init --dir {self.folder}`.",
             ) from None
 
-    def keyring(self, run: str) -> TokenList:
+    def tokens(self, run: str) -> TokenList:
         return TokenList(self.folder / FILE, run)
 
     def seen(self) -> tuple[tuple[int, ...], ...]:
@@ -151,5 +151,8 @@ class TlsListener:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            if count := await asyncio.to_thread(self._sweeper.sweep):
-                log.info(f"closed {count} idle connections")
+            if peers := await asyncio.to_thread(self._sweeper.sweep):
+                # Strangers may come by the hundred; their addresses are few.
+                hosts = sorted({host for host, _ in peers})
+                who = ", ".join(hosts[:3]) + (" …" if len(hosts) > 3 else "")
+                log.info(f"closed {len(peers)} idle connections", extra={"peer": who})

@@ -19,14 +19,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 from diloco_cli.core import rounds
 from diloco_cli.core.guard import Norms
 from diloco_cli.core.rounds import Accept, Receipt
 from diloco_cli.errors import WireError
 from diloco_cli.server.intake.body import AGAIN, Batch, batches, too_large
-from diloco_cli.server.intake.examine import examine, misaddressed
+from diloco_cli.server.intake.examine import BelievedClaim, examine, misaddressed
 from diloco_cli.server.intake.partial import (
     Part,
     PartialUpload,
@@ -39,6 +39,7 @@ from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.store.draft import Draft
 from diloco_cli.server.store.run_store import RunStore
 from diloco_cli.server.versions.next_version import Seen
+from diloco_cli.system.threads import result_of, wait_uncancelled
 from diloco_cli.wire.frame import Frame, most_bytes, open_frame
 
 MOST_UPLOADS = 64
@@ -116,17 +117,19 @@ class Intake:
         try:
             async for batch in batches(body, limit, SILENCE_SECONDS, short=short):
                 if waiting:
-                    await _ended(under_way)
+                    if under_way:
+                        await result_of(under_way)
                     under_way = self._begun(upload.write, waiting)
                 waiting = batch
-            await _ended(under_way)
+            if under_way:
+                await result_of(under_way)
             return waiting
         finally:
             if under_way:
-                called_off = await _settled(under_way)
+                cancelled = await wait_uncancelled(under_way)
                 under_way.exception()  # Whoever sent it has heard of another one, or is gone.
-                under_way = None  # Its error would know where it is kept, and keep the body.
-                if called_off:
+                under_way = None  # Its traceback would refer to it, and keep the body.
+                if cancelled:
                     raise asyncio.CancelledError
 
     def _begun(self, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> asyncio.Future[T]:
@@ -134,8 +137,8 @@ class Intake:
         return loop.run_in_executor(self._threads, bound)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-        """Works in a thread. Whoever is called off meanwhile waits, for a thread cannot be."""
-        return cast(T, await _ended(self._begun(work, *args, **more)))
+        """Works in a thread, which a cancelled caller waits for: it cannot be cancelled itself."""
+        return await result_of(self._begun(work, *args, **more))
 
     def _arrived(
         self, address: UploadAddress, upload: _Upload, last: Batch, length: int | None
@@ -169,14 +172,14 @@ class Intake:
         self._coordinator.check_epoch(address.region, address.epoch)
         key = (address.region, address.fragment, frame)
         if key not in self._deciding:
-            found = self._parts.collect(address, frame)
-            if found is None:
+            upload = self._parts.collect(address, frame)
+            if upload is None:
                 return await self._without_parts(address, frame)
             # Whoever asked may be gone before it is decided, and ask again.
-            task = asyncio.create_task(self._decide_parts(address, found))
+            task = asyncio.create_task(self._decide_parts(address, upload))
             self._deciding[key] = task
             task.add_done_callback(lambda done: self._decided(key, done))
-            del task  # Its error would know where it is kept, and keep the frame.
+            del task  # Its traceback would refer to it, and keep the frame.
         return await asyncio.shield(self._deciding[key])
 
     def _decided(self, key: tuple[str, int, str], done: asyncio.Task[rounds.Answer]) -> None:
@@ -184,8 +187,8 @@ class Intake:
         if not done.cancelled():
             done.exception()  # Nobody may be left to hear it; that is no reason to complain.
 
-    async def _decide_parts(self, address: UploadAddress, found: PartialUpload) -> rounds.Answer:
-        draft = await self._parts.at_rest(found)
+    async def _decide_parts(self, address: UploadAddress, upload: PartialUpload) -> rounds.Answer:
+        draft = await self._parts.at_rest(upload)
         try:
             frame = await self._in_thread(self._open, address, draft)
             return await self._decide(address, draft, frame)
@@ -209,8 +212,8 @@ class Intake:
         return rounds.Recorded(known) if known and known.digest == frame else None
 
     def _limit(self, address: UploadAddress) -> int:
-        recipe = self._state.settings
-        return most_bytes(recipe.sizes[address.fragment], recipe.up)
+        size = self._state.settings.sizes[address.fragment]
+        return max(most_bytes(size, codec) for codec in self._state.history.up_codecs)
 
     @contextmanager
     def _under_way(
@@ -243,8 +246,10 @@ class Intake:
                 # what stood in its way may be gone soon, and nothing is accepted unseen.
                 if self._would_accept(receipt, address.epoch):
                     norms = state.ledger.slots[address.fragment].norms
+                    believed = self._believed(receipt)
                     async with self._looking:
-                        unfit, seen = await self._in_thread(self._look, frame, norms, draft)
+                        look = partial(self._look, believed=believed)
+                        unfit, seen = await self._in_thread(look, frame, norms, draft)
                 if seen is not None:
                     state.seen[receipt.digest] = seen
                 return await self._coordinator.submit(
@@ -253,17 +258,28 @@ class Intake:
                     unfit=unfit,
                     norm=seen.length if seen else 0.0,
                     totals=totals,
+                    cursor=frame.header.cursor,
                 )
             finally:
                 if not self._coordinator.wanted(receipt.digest):
                     state.seen.pop(receipt.digest, None)
                     await self._in_thread(state.store.drop_payloads, [receipt.digest])
 
-    def _look(self, frame: Frame, norms: Norms, draft: Draft) -> tuple[str | None, Seen | None]:
+    def _believed(self, receipt: Receipt) -> BelievedClaim:
+        """What the server knows itself of the work that a contribution claims."""
+        account = self._state.totals.account(receipt.region)
+        return BelievedClaim(
+            steps=self._state.allowance().believable(receipt),
+            merged=account.merged[receipt.fragment],
+        )
+
+    def _look(
+        self, frame: Frame, norms: Norms, draft: Draft, *, believed: BelievedClaim
+    ) -> tuple[str | None, Seen | None]:
         """Looks at every number, and keeps a frame in which nothing is wrong."""
         state = self._state
         fragment = state.settings.layout.fragments[frame.header.fragment]
-        unfit, squares = examine(frame, fragment, norms, state.settings)
+        unfit, squares = examine(frame, fragment, norms, state.history, believed)
         if unfit is not None:
             return unfit, None
         assert squares is not None
@@ -288,7 +304,7 @@ class Intake:
         if isinstance(frame, HttpRefusal):
             raise frame
         draft.release_pages()  # It may have to wait for its turn to be looked at.
-        if why := misaddressed(frame, address, self._state.settings, self._state.store.run):
+        if why := misaddressed(frame, address, self._state.history, self._state.store.run):
             raise HttpRefusal("mismatch", why, _MISMATCH, fate="refused", why=why)
         return frame
 
@@ -301,30 +317,6 @@ class Intake:
             receipt, standing, epoch=epoch, alpha=sync.alpha, staleness=sync.staleness
         )
         return isinstance(answer, Accept)
-
-
-async def _ended(under_way: asyncio.Future[T] | None) -> T | None:
-    """What came out of work in a thread, if there is any; see `Intake._in_thread`."""
-    if under_way is None:
-        return None
-    try:
-        return await asyncio.shield(under_way)
-    except asyncio.CancelledError:
-        await _settled(under_way)
-        raise
-    finally:
-        del under_way  # An error that knew where it is kept would keep the body, too.
-
-
-async def _settled(under_way: asyncio.Future[Any]) -> bool:
-    """Waits until a thread has done its work; says whether we were called off meanwhile."""
-    called_off = False
-    while not under_way.done():
-        try:
-            await asyncio.wait([under_way])
-        except asyncio.CancelledError:
-            called_off = True
-    return called_off
 
 
 class _Upload:
@@ -348,8 +340,8 @@ class _Upload:
 def _opened(draft: Draft) -> Frame | HttpRefusal:
     """The frame, or why it is none.
 
-    Raised in here, the refusal would remember the error, which remembers the bytes: they would
-    stay in memory, and their room on the disk taken, until Python looks for such rings.
+    Raised in here, the refusal would refer to the error, which refers to the bytes: they would
+    stay in memory, and their room on the disk taken, until the reference cycle is collected.
     """
     try:
         return open_frame(draft.view())

@@ -7,7 +7,7 @@
 A region has one draft for each fragment, beside older ones that are being removed, none longer
 than the fragment's longest frame, so what the server keeps is bounded by the model and the
 regions. A part that is sent again changes nothing. Drafts end with the decision, with a newer
-frame, or when a day brought no more of them; they outlive the server (`shelf`).
+frame, or when a day brought no more of them; they outlive the server (`partial_files.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from bisect import insort
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 from isal.isal_zlib import crc32  # The same sum as zlib's, in a fifth of the time.
 
@@ -106,12 +105,12 @@ class PartialUploads:
     """The frames that are on their way in parts, at most one per region and fragment."""
 
     def __init__(self, store: RunStore) -> None:
-        self._shelf = PartialFiles(store)
+        self._files = PartialFiles(store)
         self._writers = ThreadPoolExecutor(WRITERS, "part")
-        self._gathering: dict[tuple[str, int], PartialUpload] = {}
-        self._going: set[asyncio.Task[None]] = set()
-        for listed, draft in self._shelf.load():
-            key, had = (listed.region, listed.fragment), self._gathering
+        self._uploads: dict[tuple[str, int], PartialUpload] = {}
+        self._removals: set[asyncio.Task[None]] = set()
+        for listed, draft in self._files.load():
+            key, had = (listed.region, listed.fragment), self._uploads
             if older := had.get(key):
                 older.draft.discard()
             had[key] = PartialUpload(
@@ -121,206 +120,202 @@ class PartialUploads:
     @property
     def missing(self) -> int:
         """Bytes of frames on their way that are neither here yet nor have their room."""
-        on_the_way = self._gathering.values()
+        on_the_way = self._uploads.values()
         return sum(each.missing for each in on_the_way if not each.draft.allocated)
 
     def have(self, address: UploadAddress, frame: str) -> list[Range]:
         """The ranges of this frame that are there."""
-        found = self._gathering.get((address.region, address.fragment))
-        return list(found.have) if found and found.is_of(address, frame) else []
+        upload = self._uploads.get((address.region, address.fragment))
+        return list(upload.have) if upload and upload.is_of(address, frame) else []
 
     async def take(
         self, address: UploadAddress, part: Part, body: AsyncIterator[Batch]
     ) -> list[Range]:
         """Puts a part in its place; answers with what is there then."""
-        gathering = await self._begun(address, part)
-        if gathering.covers(part):
-            await self._compare(gathering, part, body)
-            return list(gathering.have)
-        if gathering.touches(part) or len(gathering.have) >= MOST_RANGES:
-            raise _conflict(f"Bytes {part.start}-{part.stop - 1} overlap what is there.", gathering)
-        token = gathering.writers[part.start] = object()
+        upload = await self._begun(address, part)
+        if upload.covers(part):
+            await self._compare(upload, part, body)
+            return list(upload.have)
+        if upload.touches(part) or len(upload.have) >= MOST_RANGES:
+            raise _conflict(f"Bytes {part.start}-{part.stop - 1} overlap what is there.", upload)
+        token = upload.writers[part.start] = object()
         try:
-            await self._write(gathering, part, body, token)
+            await self._write(upload, part, body, token)
         finally:
-            if gathering.writers.get(part.start) is token:
-                del gathering.writers[part.start]
-            await self._drop_if_empty(gathering, part)
-        return list(gathering.have)
+            if upload.writers.get(part.start) is token:
+                del upload.writers[part.start]
+            await self._drop_if_empty(upload, part)
+        return list(upload.have)
 
     def collect(self, address: UploadAddress, frame: str) -> PartialUpload | None:
         """Gives a frame that is complete, and forgets it; None when it is not."""
         key = (address.region, address.fragment)
-        found = self._gathering.get(key)
-        if found is None or not found.is_of(address, frame) or not found.complete:
+        upload = self._uploads.get(key)
+        if upload is None or not upload.is_of(address, frame) or not upload.complete:
             return None
-        del self._gathering[key]
-        return found
+        del self._uploads[key]
+        return upload
 
-    async def at_rest(self, gathering: PartialUpload) -> Draft:
+    async def at_rest(self, upload: PartialUpload) -> Draft:
         """Gives the draft of a collected frame, once nobody writes to it any more."""
-        await self._end(gathering)
-        gathering.draft.size = gathering.size
-        return gathering.draft
+        await self._end(upload)
+        upload.draft.size = upload.size
+        return upload.draft
 
     async def _begun(self, address: UploadAddress, part: Part) -> PartialUpload:
-        """The gathering this part belongs to; one of an older frame makes room for it."""
+        """The upload this part belongs to; one of an older frame makes room for it."""
         await self._sweep()
         key = (address.region, address.fragment)
-        found = self._gathering.get(key)
-        if found and found.is_of(address, part.frame):
-            if found.size != part.size:
-                raise _conflict(f"The frame has {found.size} bytes, not {part.size}.", found)
-            return found
-        if found:
+        earlier = self._uploads.get(key)
+        if earlier and earlier.is_of(address, part.frame):
+            if earlier.size != part.size:
+                raise _conflict(f"The frame has {earlier.size} bytes, not {part.size}.", earlier)
+            return earlier
+        if earlier:
             # A part that was delayed on its way must not end the frame that came after.
-            mine = (found.address.epoch, found.address.clock)
+            mine = (earlier.address.epoch, earlier.address.clock)
             if mine > (address.epoch, address.clock):
-                raise _conflict(f"Frame {found.address.clock} is on its way already.", found)
-        draft = self._shelf.begin(address, part.frame, part.size, promised=self.missing)
-        begun = self._gathering[key] = PartialUpload(address, part.frame, part.size, draft)
-        if found:
+                raise _conflict(f"Frame {earlier.address.clock} is on its way already.", earlier)
+        draft = self._files.begin(address, part.frame, part.size, promised=self.missing)
+        upload = self._uploads[key] = PartialUpload(address, part.frame, part.size, draft)
+        if earlier:
             # A long file takes a tenth of the time to remove that it took to arrive.
-            found.over = True
-            going = asyncio.create_task(self._discard(found))
-            self._going.add(going)
+            earlier.over = True
+            going = asyncio.create_task(self._discard(earlier))
+            self._removals.add(going)
             going.add_done_callback(self._gone)
-        return begun
+        return upload
 
     def _gone(self, going: asyncio.Task[None]) -> None:
-        self._going.discard(going)
+        self._removals.discard(going)
         if not going.cancelled():
             going.exception()  # What could not be removed is, when the server starts again.
 
     async def forget(self, address: UploadAddress) -> None:
         """Drops what is there of a frame that is decided, or of an older one."""
         key = (address.region, address.fragment)
-        found = self._gathering.get(key)
-        if found and found.address.clock <= address.clock:
-            del self._gathering[key]
-            await self._discard(found)
+        upload = self._uploads.get(key)
+        if upload and upload.address.clock <= address.clock:
+            del self._uploads[key]
+            await self._discard(upload)
 
     async def _sweep(self) -> None:
         """Drops what nobody has gone on with for long."""
-        for key, found in list(self._gathering.items()):
+        for key, upload in list(self._uploads.items()):
             # Others may sweep while we wait for the disk.
-            mine = self._gathering.get(key) is found
-            if mine and not found.writers and forgotten(found.draft.path):
-                del self._gathering[key]
-                await self._discard(found)
+            mine = self._uploads.get(key) is upload
+            if mine and not upload.writers and forgotten(upload.draft.path):
+                del self._uploads[key]
+                await self._discard(upload)
 
-    async def _drop_if_empty(self, gathering: PartialUpload, part: Part) -> None:
+    async def _drop_if_empty(self, upload: PartialUpload, part: Part) -> None:
         """Keeps nothing of a frame of which no part was good."""
-        key = (gathering.address.region, gathering.address.fragment)
-        idle = not (gathering.have or gathering.writers)
-        if idle and self._gathering.get(key) is gathering:
-            del self._gathering[key]
-            await self._discard(gathering)
+        key = (upload.address.region, upload.address.fragment)
+        idle = not (upload.have or upload.writers)
+        if idle and self._uploads.get(key) is upload:
+            del self._uploads[key]
+            await self._discard(upload)
 
-    async def _discard(self, gathering: PartialUpload) -> None:
-        await self._end(gathering)
-        await asyncio.to_thread(gathering.draft.discard)
+    async def _discard(self, upload: PartialUpload) -> None:
+        await self._end(upload)
+        await asyncio.to_thread(upload.draft.discard)
 
-    async def _end(self, gathering: PartialUpload) -> None:
+    async def _end(self, upload: PartialUpload) -> None:
         """Returns once nobody writes to the draft and nobody will."""
-        gathering.over = True
-        while gathering.writing:
+        upload.over = True
+        while upload.writing:
             await asyncio.sleep(0.001)
 
     async def _write(
-        self, gathering: PartialUpload, part: Part, body: AsyncIterator[Batch], token: object
+        self, upload: PartialUpload, part: Part, body: AsyncIterator[Batch], token: object
     ) -> None:
         """Writes the body at its place and lists it, if it is what its sender says."""
-        found, at = 0, part.start
+        checksum, at = 0, part.start
         under_way: asyncio.Future[int] | None = None
         async for batch in body:  # The next one comes in while this one is written.
             if under_way:
-                found = await asyncio.shield(under_way)
-            if gathering.over or gathering.writers.get(part.start) is not token:
-                raise _conflict("It was sent again, or a newer frame came.", gathering)
-            under_way = _put(self._writers, gathering, batch, at, found)
+                checksum = await asyncio.shield(under_way)
+            if upload.over or upload.writers.get(part.start) is not token:
+                raise _conflict("It was sent again, or a newer frame came.", upload)
+            under_way = _put(self._writers, upload, batch, at, checksum)
             at += sum(map(len, batch))
         if under_way:
-            found = await asyncio.shield(under_way)
+            checksum = await asyncio.shield(under_way)
         if at < part.stop:
             raise HttpRefusal(
                 "damaged",
                 f"{at - part.start} of {part.stop - part.start} bytes arrived.",
                 AGAIN,
             )
-        if (digest := check_value(found)) != part.digest:
+        if (digest := check_value(checksum)) != part.digest:
             raise HttpRefusal(
                 "damaged",
                 f"The part of {part.stop - part.start} bytes has the digest {digest}, "
                 f"its sender says {part.digest}.",
                 AGAIN,
             )
-        if not gathering.touches(part):
-            gathering.add(part)
-        await self._note(gathering)
+        if not upload.touches(part):
+            upload.add(part)
+        await self._note(upload)
 
-    async def _note(self, gathering: PartialUpload) -> None:
+    async def _note(self, upload: PartialUpload) -> None:
         """Lists what is there, so that the next server knows it."""
-        gathering.writing += 1
+        upload.writing += 1
         try:
-            async with gathering.noting:  # Lists that overtook each other would forget parts.
-                if gathering.over:
+            async with upload.noting:  # Lists that overtook each other would forget parts.
+                if upload.over:
                     return
-                about = gathering.address, gathering.frame, gathering.size
-                have = list(gathering.have)
-                await asyncio.to_thread(self._shelf.note, gathering.draft, *about, have)
+                identity = upload.address, upload.frame, upload.size
+                have = list(upload.have)
+                await asyncio.to_thread(self._files.note, upload.draft, *identity, have)
         finally:
-            gathering.writing -= 1
+            upload.writing -= 1
 
-    async def _compare(
-        self, gathering: PartialUpload, part: Part, body: AsyncIterator[Batch]
-    ) -> None:
+    async def _compare(self, upload: PartialUpload, part: Part, body: AsyncIterator[Batch]) -> None:
         """Takes a part that is there already once more, if it has the same bytes."""
         async for _ in body:
             pass  # Some clients cannot hear an answer before they have said everything.
-        if gathering.over:
-            raise _conflict("The frame was completed, or a newer one came.", gathering)
-        gathering.writing += 1
+        if upload.over:
+            raise _conflict("The frame was completed, or a newer one came.", upload)
+        upload.writing += 1
         try:
-            found = await asyncio.to_thread(_digest, gathering.draft, part)
+            digest = await asyncio.to_thread(_digest, upload.draft, part)
         finally:
-            gathering.writing -= 1
-        if found != part.digest:
-            raise _conflict(f"Other bytes are at {part.start}-{part.stop - 1} already.", gathering)
+            upload.writing -= 1
+        if digest != part.digest:
+            raise _conflict(f"Other bytes are at {part.start}-{part.stop - 1} already.", upload)
 
 
 def _put(
-    writers: Executor, gathering: PartialUpload, batch: Batch, at: int, before: int
+    writers: Executor, upload: PartialUpload, batch: Batch, at: int, before: int
 ) -> asyncio.Future[int]:
     """Writes a batch to its place; goes on with the check value of what came before."""
 
     def put() -> int:
-        gathering.draft.write_pieces(batch, at)
-        found = before
+        upload.draft.write_pieces(batch, at)
+        checksum = before
         for piece in batch:
-            found = crc32(piece, found)
-        return found
+            checksum = crc32(piece, checksum)
+        return checksum
 
     def written(done: asyncio.Future[int]) -> None:
-        gathering.writing -= 1
+        upload.writing -= 1
         if not done.cancelled():
             done.exception()  # Whoever sent it may be gone; that is no reason to complain.
 
-    gathering.writing += 1  # Now, not when it begins: until then the draft might be given up.
+    upload.writing += 1  # Now, not when it begins: until then the draft might be given up.
     under_way = asyncio.get_running_loop().run_in_executor(writers, put)
     under_way.add_done_callback(written)
     return under_way
 
 
 def _digest(draft: Draft, part: Part) -> str:
-    found = 0
+    checksum = 0
     for at in range(part.start, part.stop, READ_BYTES):
-        found = crc32(draft.read_at(at, min(READ_BYTES, part.stop - at)), found)
-    return check_value(found)
+        checksum = crc32(draft.read_at(at, min(READ_BYTES, part.stop - at)), checksum)
+    return check_value(checksum)
 
 
-def _conflict(message: str, gathering: PartialUpload) -> HttpRefusal:
-    beside: dict[str, Any] = {"have": gathering.have}
-    return HttpRefusal(
-        "conflict", message, "Ask which parts are there, and send the others.", **beside
-    )
+def _conflict(message: str, upload: PartialUpload) -> HttpRefusal:
+    hint = "Ask which parts are there, and send the others."
+    return HttpRefusal("conflict", message, hint, have=upload.have)

@@ -73,7 +73,7 @@ class PartialFileEntry(Request):
 
 
 class PartialFile(Draft):
-    """A frame on the shelf; its list goes where the frame goes."""
+    """The file of a partial frame; removed together with its list."""
 
     @property
     def list(self) -> Path:
@@ -112,13 +112,13 @@ class PartialFiles:
         have: Sequence[Range],
     ) -> None:
         """Lists what is there of a frame, in place of what was listed before."""
-        said = PartialFileEntry(**vars(address), frame=frame, size=size, have=tuple(have))
+        entry = PartialFileEntry(**vars(address), frame=frame, size=size, have=tuple(have))
         with disk_errors(draft.list):
-            keep_bytes(draft.list, said.body(), durable=False)
+            keep_bytes(draft.list, entry.body(), durable=False)
 
     def load(self) -> Iterator[tuple[PartialFileEntry, PartialFile]]:
         """Yields what an earlier server has left, oldest first; removes what is of no use."""
-        found = []
+        loaded = []
         for path in sorted(self._store.scratch.iterdir()):
             if path.suffix != ".bytes":
                 if not path.with_suffix(".bytes").exists():
@@ -127,10 +127,10 @@ class PartialFiles:
             listed = _read(path)
             draft = PartialFile(path, resume=True, length=listed.size if listed else 0)
             if listed is not None:
-                found.append((listed, draft))
+                loaded.append((listed, draft))
             else:
                 draft.discard()
-        yield from sorted(found, key=lambda each: (each[0].epoch, each[0].clock))
+        yield from sorted(loaded, key=lambda pair: (pair[0].epoch, pair[0].clock))
 
 
 def forgotten(path: Path) -> bool:

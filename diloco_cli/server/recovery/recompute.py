@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from diloco_cli.core.ledger import MadeVersion
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.errors import StoreDamaged
-from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store.archive import Archive
 from diloco_cli.server.store.state_format import StoredState
+from diloco_cli.server.terms import TermsHistory
 from diloco_cli.server.versions.next_version import Spoiled, Version, next_version
 
 
@@ -22,10 +22,11 @@ class RecordedVersion:
     """Of its state; empty if no record has it, but then its successor's digest proves it."""
     receipts: tuple[Receipt, ...] = ()
     drain: bool = False
+    terms: int = 0
 
     @classmethod
     def of(cls, made: MadeVersion) -> RecordedVersion:
-        return cls(made.version, made.state, tuple(made.receipts.values()), made.drain)
+        return cls(made.version, made.state, tuple(made.receipts.values()), made.drain, made.terms)
 
 
 def load(archive: Archive, fragment: int, recorded: RecordedVersion) -> StoredState:
@@ -36,18 +37,19 @@ def load(archive: Archive, fragment: int, recorded: RecordedVersion) -> StoredSt
 
 
 def recompute(
-    settings: ServerSettings,
+    history: TermsHistory,
     archive: Archive,
     fragment: int,
     recorded: RecordedVersion,
     state: StoredState,
 ) -> StoredState:
-    """Merges a version's contributions into `state`, the version before it.
+    """Merges a version's contributions into `state`, the version before it, by its own terms.
 
     StoreDamaged if one of them cannot be read or the result is not the one on record.
     """
     old = Version(recorded.version - 1, state, "", {}, ())
     payloads = archive.members(fragment, recorded.version)
+    settings = history[recorded.terms]
     layout = settings.layout.fragments[fragment]
     made = next_version(settings, payloads, old, layout, recorded.receipts, drain=recorded.drain)
     if isinstance(made, Spoiled):
@@ -55,8 +57,9 @@ def recompute(
             f"Version {recorded.version} of fragment {fragment} cannot be recomputed: "
             f"{', '.join(made.regions)}: {made.why}."
         )
-    _check(fragment, recorded, made[0].state, "recomputed")
-    return made[0].state
+    result = made[0].state.load()
+    _check(fragment, recorded, result, "recomputed")
+    return result
 
 
 def _check(fragment: int, recorded: RecordedVersion, state: StoredState, how: str) -> None:

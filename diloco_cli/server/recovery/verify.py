@@ -15,8 +15,28 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
-from diloco_cli.core.journal_records import Record, Snapshot, VersionPublished
+from diloco_cli.core.journal_records import (
+    FragmentCalled,
+    FrameDecided,
+    LanesDealt,
+    MemberDropped,
+    Record,
+    RegionJoined,
+    RegionPaced,
+    RegionRetired,
+    RoundClosed,
+    RunBegun,
+    RunEnded,
+    RunFinished,
+    RunResumed,
+    Snapshot,
+    TermsAmended,
+    VersionPublished,
+    VersionStored,
+    WeightsEvaluated,
+)
 from diloco_cli.core.ledger import FragmentState, Ledger
 from diloco_cli.errors import SpecError, StoreDamaged
 from diloco_cli.server.recovery.fold import fold
@@ -26,6 +46,7 @@ from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store import stores
 from diloco_cli.server.store.archive import Archive
 from diloco_cli.server.store.journal_format import JournalContent
+from diloco_cli.server.terms import Build, TermsHistory, build_plain
 
 
 @dataclass(frozen=True)
@@ -61,16 +82,22 @@ class Replay:
         return summary.hexdigest()
 
 
-def replay(settings: ServerSettings, folder: Path, *, to: int | None = None) -> Replay:
-    """Recomputes the outer state as of record `to` (or the newest); StoreError if it differs."""
+def replay(
+    settings: ServerSettings, folder: Path, *, to: int | None = None, build: Build = build_plain
+) -> Replay:
+    """Recomputes the outer state as of record `to` (or the newest); StoreError if it differs.
+
+    `settings` are those that the run began with; `build` makes the settings of later terms.
+    """
     path = folder / "journal"
     blobs, content = stores.build(settings.spec.server.store).read(
         folder, layout=settings.layout.digest, spec=settings.spec_digest
     )
     last = _wanted(path, content, to)
     archive = Archive(blobs, content.run)
-    history = _history(settings, path, content, last)
-    lines = tuple(_replayed(settings, archive, f, steps) for f, steps in enumerate(history))
+    terms = TermsHistory(settings, build)
+    versions = _versions(terms, path, content, last)
+    lines = tuple(_replayed(terms, archive, f, steps) for f, steps in enumerate(versions))
     return Replay(content.run, content.base, last, lines)
 
 
@@ -85,34 +112,48 @@ def _wanted(path: Path, content: JournalContent, to: int | None) -> int:
     return last if to is None else to
 
 
-def _history(
-    settings: ServerSettings, path: Path, content: JournalContent, last: int
+def _versions(
+    terms: TermsHistory, path: Path, content: JournalContent, last: int
 ) -> list[list[RecordedVersion]]:
     """Folds the journal; gives every fragment's versions on record, oldest first."""
-    steps = [[RecordedVersion(0, "")] for _ in settings.sizes]
+    steps = [[RecordedVersion(0, "")] for _ in terms.newest.sizes]
 
     def look(number: int, record: Record, ledger: Ledger, totals: RunTotals) -> None:
         match record:
+            case RunBegun():
+                steps[:] = [[RecordedVersion(0, state)] for state in record.states]
             case Snapshot() if number == content.base + 1:
                 ledger.restore(record.ledger)
-                steps[:] = [_of_snapshot(slot) for slot in ledger.slots]
+                steps[:] = [_of_snapshot(slot, f, ledger) for f, slot in enumerate(ledger.slots)]
             case Snapshot():
                 _compare(path, number, record, ledger, totals)
             case VersionPublished():
                 slot = ledger.slots[record.fragment]
                 members = tuple(slot.closing.values())
-                made = RecordedVersion(record.version, record.state, members, slot.drain)
+                made = RecordedVersion(
+                    record.version, record.state, members, slot.drain, slot.terms
+                )
                 steps[record.fragment].append(made)
+            case RegionJoined() | RegionRetired() | RegionPaced() | FragmentCalled():
+                pass
+            case FrameDecided() | RoundClosed() | MemberDropped() | VersionStored():
+                pass
+            case WeightsEvaluated() | TermsAmended() | LanesDealt():
+                pass
+            case RunEnded() | RunFinished() | RunResumed():
+                pass  # Versions and their members are in the ledger and the other records.
             case _:
-                pass  # Only these speak of versions.
+                assert_never(record)
 
-    fold(settings, content.records[: last - content.base], base=content.base, look=look)
+    fold(terms, content.records[: last - content.base], base=content.base, look=look)
     return steps
 
 
-def _of_snapshot(slot: FragmentState) -> list[RecordedVersion]:
+def _of_snapshot(slot: FragmentState, fragment: int, ledger: Ledger) -> list[RecordedVersion]:
     """A snapshot names what the newest version was made of, and those up to the stored one."""
-    return [RecordedVersion(slot.version - len(slot.made), ""), *map(RecordedVersion.of, slot.made)]
+    before = slot.version - len(slot.made)
+    digest = ledger.begun.states[fragment] if ledger.begun and before == 0 else ""
+    return [RecordedVersion(before, digest), *map(RecordedVersion.of, slot.made)]
 
 
 def _compare(
@@ -132,13 +173,13 @@ def _compare(
 
 
 def _replayed(
-    settings: ServerSettings, archive: Archive, fragment: int, steps: list[RecordedVersion]
+    terms: TermsHistory, archive: Archive, fragment: int, steps: list[RecordedVersion]
 ) -> ReplayedFragment:
     start = _start(archive, fragment, steps)
     first, newest = steps[start], steps[-1]
     state = load(archive, fragment, first)
     for step in steps[start + 1 :]:
-        state = recompute(settings, archive, fragment, step, state)
+        state = recompute(terms, archive, fragment, step, state)
     if newest.version in archive.versions(fragment):
         load(archive, fragment, newest)
     return ReplayedFragment(fragment, first.version, newest.version, state.digest)

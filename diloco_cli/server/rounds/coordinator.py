@@ -12,28 +12,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
-from typing import assert_never
+from typing import Any, assert_never
 
-from diloco_cli.core import conductor, pace, rounds
+from diloco_cli.core import conductor, rounds
 from diloco_cli.core.conductor import (
     PATIENCE,
     Action,
     CallFragment,
     CloseRound,
+    DealLanes,
     EndRun,
     FinishRun,
+    ResumeRun,
+    RetireRegion,
 )
 from diloco_cli.core.journal_records import (
     FragmentCalled,
     FrameDecided,
+    LanesDealt,
     RegionJoined,
     RoundClosed,
     RunEnded,
     RunFinished,
     WeightsEvaluated,
 )
-from diloco_cli.core.ledger import TurnedAway, admit_worker
+from diloco_cli.core.lanes import CorpusOrder
 from diloco_cli.core.rounds import (
     Accept,
     Close,
@@ -45,13 +48,18 @@ from diloco_cli.core.rounds import (
     Round,
 )
 from diloco_cli.server.refusals import HttpRefusal
+from diloco_cli.server.rounds.amendments import amend
+from diloco_cli.server.rounds.claims import record_accepted
+from diloco_cli.server.rounds.lanes import order_of
+from diloco_cli.server.rounds.membership import Membership, cut_as_here
 from diloco_cli.server.rounds.publish import Publisher
 from diloco_cli.server.rounds.state import Seconds, State
 from diloco_cli.server.store.group_commit import RETRY_SECONDS
 from diloco_cli.system.failpoints import reach
 from diloco_cli.system.files import DiskFull
 from diloco_cli.wire.messages import (
-    WIRE_VERSION,
+    Amend,
+    Amended,
     Decided,
     Heartbeat,
     HeldOut,
@@ -70,38 +78,25 @@ class Coordinator:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.publisher = Publisher(state)
+        self.publisher, self.membership = Publisher(state), Membership(state)
         self.done = asyncio.Event()
         """Set when there is nothing left to serve for."""
         self._stop_at: Seconds = 0.0
 
     # What regions ask
 
-    async def join(self, region: str, asked: Join) -> Joined:
+    async def join(self, region: str, request: Join) -> Joined:
         """Gives a worker the region's lease, or says why it may not have it."""
-        self._check_join(region, asked)
         state, now = self.state, self.state.clock()
-        left = state.leases.lease_left(region, now=now)
-        member = state.ledger.regions.get(region)
-        answer = admit_worker(member, asked.owner, asked.boot, lease_left=left)
-        if isinstance(answer, TurnedAway):
-            raise HttpRefusal(
-                answer.code,
-                f"{region}: {answer.why}.",
-                _TURNED_AWAY[answer.code],
-                retry_seconds=left,
-            )
-        if answer.new:
-            owner, boot, epoch = asked.owner, asked.boot, answer.epoch
-            state.record(RegionJoined(region, owner, boot, epoch))
-            state.note("joined", region=region, owner=owner, boot=boot, epoch=epoch)
-            state.leases.joined(region, now=now)
-        else:
-            self._heard(region)
+        order = order_of(request.order) if request.order else None
+        epoch = self.membership.join(region, request, order)
+        self._heard(region)
+        self._reads(region, order)
+        self._deal(now)
         state.wake.set()
-        epoch, high = answer.epoch, state.ledger.high(region)
+        high, until = state.ledger.high(region), state.rooms.tell(state, region)
         return await state.answer_when_durable(
-            lambda: Joined(**dict(self.news(region)), epoch=epoch, high=high)
+            lambda: Joined(**{**dict(self.news(region)), "until": until}, epoch=epoch, high=high)
         )
 
     async def heartbeat(self, region: str, heartbeat: Heartbeat) -> News:
@@ -109,20 +104,33 @@ class Coordinator:
         self.check_epoch(region, heartbeat.epoch)
         state = self.state
         self._check_not_behind(region, [progress.version for progress in heartbeat.fragments])
-        self._heard(region)
-        lease = state.leases.all[region]
+        back, lease = self._heard(region), state.leases.all[region]
+        if lease.heartbeat and heartbeat.n < lease.heartbeat.n:
+            return await state.answer_when_durable(lambda: self.news(region))  # Overtaken.
+        back = back or lease.heartbeat is None
         if heartbeat.stopping and not lease.leaving:
             state.note("left", region=region, why=heartbeat.why)
-        lease.heartbeat = heartbeat
+        # Before its goodbye counts: it may bring the last evaluation along.
+        lease.evaluates |= region == self.evaluator()
+        state.leases.take(region, heartbeat, now=state.clock())
         state.totals.account(region).update_from_heartbeat(heartbeat)
-        if heartbeat.step_seconds > 0:
-            state.table.averages = pace.stepped(
-                state.table.averages, region, heartbeat.step_seconds
-            )
-        if heartbeat.heldout:
+        if back:
+            state.rooms.came_back(state, region)
+        seconds, sync = heartbeat.step_seconds, state.sync
+        state.table.heard(region, seconds, live=state.live, sync=sync)
+        if heartbeat.heldout and lease.evaluates:
             self._evaluated(region, heartbeat.heldout)
+        if cursor := heartbeat.reading:
+            self._reads(region, order_of(cursor.order))
+            state.lanes.hear(state.ledger, region, cursor, most=state.most_windows(region))
         state.wake.set()
-        return await state.answer_when_durable(lambda: self.news(region))
+        if heartbeat.stopping and heartbeat.retiring:
+            self.membership.retire(region, "left for good")
+        stays = not state.ledger.end and region in state.leases.all
+        until = state.rooms.tell(state, region) if stays else None
+        return await state.answer_when_durable(
+            lambda: self.news(region).model_copy(update={"until": until})
+        )
 
     def news(self, region: str) -> News:
         """What this region should know now."""
@@ -138,10 +146,15 @@ class Coordinator:
             calls=ledger.calls(),
             fates=fates,
             end=bool(ledger.end),
+            ended=ledger.ended,
             finished=bool(ledger.finished),
             stop=bool(state.stopping) and state.everyone,
             evaluate=region == self.evaluator(),
             lease_seconds=state.spec.server.lease,
+            terms=ledger.terms,
+            progress=state.rooms.progress(state),
+            every=state.sync.every,
+            lanes=state.lanes.assignment(ledger, region),
             mend=self._differing(region),
         )
 
@@ -200,6 +213,7 @@ class Coordinator:
         unfit: str | None = None,
         norm: float = 0.0,
         totals: Mapping[str, float] | None = None,
+        cursor: Mapping[str, Any] | None = None,
     ) -> rounds.Answer:
         """Decides on a contribution whose payload is durable; so is the decision, then."""
         state, fragment, region = self.state, receipt.fragment, receipt.region
@@ -215,10 +229,9 @@ class Coordinator:
         )
         totals = dict(totals or {})
         if isinstance(answer, Accept):
-            size = state.settings.sizes[fragment]
-            state.record(
-                FrameDecided(receipt, "pending", answer.why, totals, values=size, norm=norm)
-            )
+            most = state.most_windows(region)
+            read = state.lanes.accepted(state.ledger, region, cursor or {}, most=most)
+            record_accepted(state, receipt, answer.why, totals, norm=norm, lanes=read)
             self._arrived(fragment, region)
             state.disk_has_room("upload")
         elif isinstance(answer, Refused):
@@ -228,7 +241,7 @@ class Coordinator:
             if region in state.ledger.quarantined() - before:
                 state.note("quarantined", region=region, why=state.ledger.conduct[region].why)
                 state.wake.set()  # No round waits for it any more.
-        elif isinstance(answer, Returned) and answer.sticky:
+        elif isinstance(answer, Returned):
             state.record(FrameDecided(receipt, "returned", answer.why, totals))
         self._note_answer(receipt, answer)
         await state.commit.durable()
@@ -242,15 +255,7 @@ class Coordinator:
 
     def check_epoch(self, region: str, epoch: int) -> None:
         """Raises unless this epoch speaks for the region now."""
-        member = self.state.ledger.regions.get(region)
-        if member is None or member.epoch != epoch:
-            current = f"{member.epoch} is current" if member else "nobody has joined for it yet"
-            self.state.note("fenced", region=region, epoch=epoch)
-            raise HttpRefusal(
-                "fenced",
-                f"Epoch {epoch} of {region} is over: {current}.",
-                "Stop training and join again.",
-            )
+        self.membership.check_epoch(region, epoch)
 
     def wanted(self, digest: str) -> bool:
         """Says whether an accepted contribution rests on this payload."""
@@ -258,15 +263,23 @@ class Coordinator:
             receipt.digest == digest
             for slot in self.state.ledger.slots
             # Versions are made again from theirs, until one is stored that contains them.
-            for found in (slot.waiting, slot.closing, *(made.receipts for made in slot.made))
-            for receipt in found.values()
+            for receipts in (slot.waiting, slot.closing, *(made.receipts for made in slot.made))
+            for receipt in receipts.values()
         )
 
     def evaluator(self) -> str | None:
         """The one live region that evaluates the global weights."""
-        live = self.state.live()
-        chosen = self.state.spec.evaluate.region or min(live, default=None)
+        live, spec = self.state.live(), self.state.spec
+        # A trainer that is not ours may have no way to measure.
+        able = {name for name in live if spec.region(name).trainer is None} or live
+        chosen = spec.evaluate.region or min(able, default=None)
         return chosen if chosen in live else None
+
+    # What operators ask
+
+    async def amend(self, request: Amend, *, by: str) -> tuple[Amended, bool]:
+        """Changes settings of the run; says what became of it, and whether it is new."""
+        return await amend(self.state, request, by=by)
 
     # Rounds
 
@@ -290,13 +303,14 @@ class Coordinator:
         state, now = self.state, self.state.clock()
         for region, silence in state.leases.lapses(now=now):
             state.note("lapsed", region=region, silent_seconds=round(silence, 1))
-        wakes = state.leases.wakes(now=now)
+        wakes = [*state.leases.wakes(now=now), *state.lanes.wakes(state.leases, state.spec)]
         try:
             if not state.stopping and not state.ledger.finished:
                 wakes += self._advance(now)
                 state.disk_has_room("journal")
         except DiskFull as error:
             state.disk_full("journal", error)
+            state.lanes.stir()  # What was to be dealt is dealt then.
             wakes.append(now + RETRY_SECONDS)
         wakes += self._leave(now)
         return min((wake for wake in wakes if wake > now), default=None)
@@ -308,6 +322,8 @@ class Coordinator:
             seen = state.attendance(now)
             look = conductor.tick(state.ledger, state.table, seen, state.terms, now=now)
             state.waiting.update(look.waiting)
+            if look.asked is not None:
+                state.lanes.asked = look.asked
             for action in look.actions:
                 self._carry_out(action, now)
             until = look.until
@@ -322,22 +338,52 @@ class Coordinator:
                 state.table.rounds[fragment] = opened
             case CloseRound(fragment, verdict):
                 self._close(fragment, verdict)
+            case RetireRegion(region, why):
+                self.membership.retire(region, why)
             case EndRun(why, tokens):
                 state.record(RunEnded(why))
                 state.note("run-ended", why=why, tokens=tokens)
                 state.table.ended_at = state.table.moved_at = now
-                state.leases.undrain()
             case FinishRun(why):
                 state.record(RunFinished(why))
                 tokens = state.ledger.applied(state.settings.sizes)
                 state.note("run-finished", why=why, tokens=tokens)
                 state.finished_at = now
+            case ResumeRun(why):
+                state.record(state.rooms.resumed(state, why))
+                state.note("run-resumed", why=why)
+                state.table.ended_at = None
+            case DealLanes(order, why, moves, count):
+                state.record(LanesDealt(order, why, moves, count))
+                given: dict[str, list[int]] = {}
+                for move in moves:
+                    given.setdefault(move.to, []).append(move.lane)
+                state.note("lanes-dealt", order=order, why=why, lanes=given, count=count)
+                state.lanes.stir()
+                state.wake.set()
             case _:
                 assert_never(action)
 
+    def _deal(self, now: Seconds) -> None:
+        """Deals lanes at once, so that whoever joins hears of its own in the answer."""
+        state = self.state
+        while not state.stopping and not state.ledger.finished:
+            actions, asked = conductor.deal_lanes(state.ledger, state.attendance(now))
+            state.lanes.asked = state.lanes.asked if asked is None else asked
+            for action in actions:
+                self._carry_out(action, now)
+            if not actions:
+                break
+
     def _close(self, fragment: int, verdict: Close) -> None:
         state, slot = self.state, self.state.ledger.slots[fragment]
-        closed = RoundClosed(fragment, slot.version, verdict.members, drain=bool(state.ledger.end))
+        closed = RoundClosed(
+            fragment,
+            slot.version,
+            verdict.members,
+            drain=bool(state.ledger.end),
+            terms=state.ledger.terms,
+        )
         state.record(closed)
         state.note(
             "closed",
@@ -383,44 +429,44 @@ class Coordinator:
 
     # Inside
 
-    def _check_join(self, region: str, asked: Join) -> None:
-        settings = self.state.settings
-        known = [each.name for each in settings.spec.regions]
-        if region not in known:
-            raise HttpRefusal(
-                "unknown-region",
-                f"This run has no region {region!r}; it has {', '.join(known)}.",
-                "Use one of these with --region, or begin a run whose spec lists it.",
-            )
-        if asked.wire != WIRE_VERSION:
-            raise other_wire(asked.wire)
-        for what, theirs, ours in (
-            ("spec", asked.spec_digest, settings.spec_digest),
-            ("layout", asked.layout_digest, settings.layout.digest),
-        ):
-            if theirs != ours:
-                raise HttpRefusal(
-                    "other-spec",
-                    f"{region} runs another {what}: its digest is {theirs[:12]}, "
-                    f"this run's is {ours[:12]}.",
-                    "Give every region the server's spec; `GET /v1/run` shows what must agree.",
-                )
-
     def _check_not_behind(self, region: str, versions: list[int]) -> None:
         for fragment, version in enumerate(versions):
             newest = self.state.ledger.slots[fragment].version
             if version > newest:
                 raise server_behind(f"{region} holds version {version}", fragment, newest)
 
-    def _heard(self, region: str) -> None:
+    def _heard(self, region: str) -> bool:
+        """Renews a lease; says whether it had lapsed."""
         silence = self.state.leases.heard(region, now=self.state.clock())
         if silence is not None:
             self.state.note("revived", region=region, silent_seconds=round(silence, 1))
+        return silence is not None
+
+    def _reads(self, region: str, order: CorpusOrder | None) -> None:
+        """Takes note that a region reads another text than it said before."""
+        state, member = self.state, self.state.ledger.regions[region]
+        if order is None or order.digest == member.order or not cut_as_here(state, region, order):
+            return
+        if state.lanes.may_change(region, state.spec, now=state.clock()):
+            state.record(
+                RegionJoined(
+                    region,
+                    member.owner,
+                    member.boot,
+                    member.epoch,
+                    order,
+                    at=state.allowance_clock,
+                )
+            )
+            state.note("text-changed", region=region, order=order.digest, tokens=order.tokens)
+            state.lanes.stir()
 
     def _evaluated(self, region: str, heldout: HeldOut) -> None:
         versions = list(heldout.versions)
         self._check_not_behind(region, versions)
-        if all(known.versions != heldout.versions for known in self.state.ledger.evaluations):
+        known = self.state.ledger.evaluations
+        # Each is a record: none of weights that were measured before, or are older.
+        if not known or sum(versions) > sum(known[-1].versions):
             self.state.record(WeightsEvaluated(heldout.versions, heldout.loss, region))
             steps = self.state.ledger.outer_steps
             self.state.note(
@@ -434,10 +480,12 @@ class Coordinator:
         state.wake.set()
 
     def _note_answer(self, receipt: Receipt, answer: rounds.Answer) -> None:
-        what = {key: value for key, value in asdict(receipt).items() if key != "prev"}
-        version = self.state.ledger.slots[receipt.fragment].version
+        what = {key: value for key, value in receipt.as_record().items() if key != "prev"}
+        slot = self.state.ledger.slots[receipt.fragment]
+        version = slot.version
         if isinstance(answer, Accept):
-            self.state.note("accepted", **what, version=version)
+            counted = slot.waiting[receipt.region].worth.steps
+            self.state.note("accepted", **what, counted=counted, version=version)
         elif isinstance(answer, Refused):
             del what["steps"], what["bytes"]
             self.state.note("refused", **what, version=version, why=answer.why)
@@ -448,12 +496,6 @@ class Coordinator:
             self.state.note(kind, **what, version=version, why=answer.why)
 
 
-_TURNED_AWAY = {
-    "held": "It takes over by itself when the other worker is gone.",
-    "older-copy": "It goes on under a new identity and drops the work it has not sent.",
-}
-
-
 def server_behind(who: str, fragment: int, newest: int) -> HttpRefusal:
     """The server has lost versions that a region has seen."""
     return HttpRefusal(
@@ -461,15 +503,4 @@ def server_behind(who: str, fragment: int, newest: int) -> HttpRefusal:
         f"{who} of fragment {fragment}, but {newest} is the newest version here.",
         "The server was set back, for example to an old copy of its folder. "
         "Restore the newest copy; this run's regions must not train on from here.",
-    )
-
-
-def other_wire(theirs: object) -> HttpRefusal:
-    """The two sides speak different versions."""
-    return HttpRefusal(
-        "other-wire",
-        f"This server speaks wire version {WIRE_VERSION}, not {theirs}.",
-        "Update the older side; a server is updated first.",
-        headers={"upgrade": f"diloco-wire/{WIRE_VERSION}"},
-        wire=WIRE_VERSION,
     )

@@ -8,22 +8,30 @@ One thread does all of it, so the merges of all fragments take turns.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from diloco_cli.core import pace
 from diloco_cli.core.journal_records import MemberDropped, VersionPublished, VersionStored
 from diloco_cli.core.rounds import Receipt, Seconds
+from diloco_cli.errors import StoreDamaged
 from diloco_cli.server.rounds.state import State
+from diloco_cli.server.store.filed_state import FiledState
 from diloco_cli.server.store.group_commit import RETRY_SECONDS
 from diloco_cli.server.store.retention import is_due
+from diloco_cli.server.store.state_format import StoredState
+from diloco_cli.server.versions.held import settle
 from diloco_cli.server.versions.next_version import Spoiled, Version, next_version
 from diloco_cli.system.failpoints import reach
 from diloco_cli.system.files import DiskFull
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class Publisher:
@@ -85,13 +93,9 @@ class Publisher:
         await state.commit.durable()
         # In turns, so that no more than one version is in memory that is not published yet.
         async with self._turn:
-            began = state.clock()
-            result = await self._compute(fragment, receipts)
-            if not isinstance(result, Spoiled):
-                reach("merge.done")
-                await self._install(fragment, *result, began=began)
-        if isinstance(result, Spoiled):
-            dropped = self._drop(fragment, result)
+            spoiled = await self._make(fragment, receipts)
+        if spoiled:
+            dropped = self._drop(fragment, spoiled)
             await state.commit.durable()
             await self._in_thread(lambda: store.drop_payloads(dropped))
             return
@@ -99,15 +103,31 @@ class Publisher:
         reach("version.published")
         await self._tidy_up(fragment)
 
+    async def _make(self, fragment: int, receipts: tuple[Receipt, ...]) -> Spoiled | None:
+        """Computes a version and makes it the newest; its vectors are let go of at the end."""
+        began = self.state.clock()
+        result = await self._compute(fragment, receipts)
+        if isinstance(result, Spoiled):
+            return result
+        reach("merge.done")
+        await self._install(fragment, *result, began=began)
+        return None
+
     async def _install(
         self, fragment: int, version: Version, delta: bytes, *, began: Seconds
     ) -> None:
         """Makes a version durable, records it, and makes it the newest."""
         state, store = self.state, self.state.store
-        whole = self._is_due(fragment, version)
-        digest = await self._in_thread(
-            lambda: store.publish(fragment, version.number, version.state, delta, whole=whole)
-        )
+        vectors = version.state.load()
+        whole = self._is_due(fragment, vectors, version.number)
+
+        def keep() -> tuple[Version, str]:
+            # First what may be gone after a crash: if there is no room for it, nothing happened.
+            newest = settle(state.settings, store, fragment, version, stored=whole)
+            digest = store.publish(fragment, version.number, vectors, delta, whole=whole)
+            return newest, digest
+
+        newest, digest = await self._in_thread(keep)
         state.record(
             VersionPublished(
                 fragment,
@@ -119,23 +139,26 @@ class Publisher:
                 bytes=len(delta),
                 bytes_down=state.totals.bytes_down,
                 seconds=round(state.seconds, 3),
+                terms=state.ledger.slots[fragment].terms,
             )
         )
-        state.weights.install(fragment, version)
+        # A name may have been forgotten while it was made.
+        merged = dict(state.ledger.slots[fragment].merged)
+        state.weights.install(fragment, replace(newest, merged=merged))
         state.table.moved_at = now = state.clock()
         state.table.averages = pace.published(state.table.averages, now - began)
         self._note_published(fragment, version, len(delta), now - began)
         state.wake.set()
         reach("version.recorded")
 
-    def _is_due(self, fragment: int, version: Version) -> bool:
+    def _is_due(self, fragment: int, state: StoredState, number: int) -> bool:
         """Says whether a version is stored as a whole, or made again should this server die."""
-        slot, state = self.state.ledger.slots[fragment], version.state
+        slot = self.state.ledger.slots[fragment]
         receipts = [slot.closing, *(made.receipts for made in slot.unstored)]
         behind = sum(receipt.bytes for each in receipts for receipt in each.values())
-        size = state.theta.nbytes + state.momentum.nbytes + state.published.nbytes
+        size = state.nbytes
         rule = self.state.store.retention
-        return is_due(rule, fragment, version.number, behind=behind, size=size)
+        return is_due(rule, fragment, number, behind=behind, size=size)
 
     async def _tidy_up(self, fragment: int) -> None:
         """Tidies, however often the disk must be asked: the next tidying is at the next start."""
@@ -154,20 +177,21 @@ class Publisher:
 
         Nor need it be able to: it may be that of another version of this program.
         """
-        state, store = self.state, self.state.store
+        state = self.state
         for fragment, slot in enumerate(state.ledger.slots):
             if not slot.unstored or slot.closing:
                 continue
             newest = state.weights.newest[fragment]
             try:
-                await self._in_thread(
-                    partial(store.publish, fragment, newest.number, newest.state, None)
-                )
+                await self._in_thread(partial(self._store_whole, fragment, newest))
                 state.record(VersionStored(fragment, newest.number))
                 await state.commit.durable()
                 await self._tidy(fragment)
             except DiskFull:
                 return  # They are made again, or tidied up by the next start.
+
+    def _store_whole(self, fragment: int, version: Version) -> None:
+        self.state.store.publish(fragment, version.number, version.state.load(), None)
 
     async def _tidy(self, fragment: int) -> None:
         """Puts away what is in the stored version, and what is needed no more.
@@ -190,14 +214,25 @@ class Publisher:
     ) -> tuple[Version, bytes] | Spoiled:
         # Apart from publishing: what waits for the disk must not keep the old version alive.
         state, slot = self.state, self.state.ledger.slots[fragment]
-        settings, store = state.settings, state.store
+        settings, store = state.history[slot.terms], state.store
         layout, old = settings.layout.fragments[fragment], state.weights.newest[fragment]
         digests = [receipt.digest for receipt in receipts if receipt.digest in state.seen]
         seen = {digest: state.seen.pop(digest) for digest in digests}
         drain = slot.drain
-        return await self._in_thread(
-            lambda: next_version(settings, store, old, layout, receipts, drain=drain, seen=seen)
-        )
+
+        def from_version(old: Version) -> tuple[Version, bytes] | Spoiled:
+            return next_version(settings, store, old, layout, receipts, drain=drain, seen=seen)
+
+        def compute() -> tuple[Version, bytes] | Spoiled:
+            try:
+                return from_version(old)
+            except StoreDamaged as error:
+                if not isinstance(old.state, FiledState) or old.state.stored:
+                    raise
+                log.warning(f"{error.message} It is recomputed.")
+                return from_version(replace(old, state=state.weights.recompute(fragment)))
+
+        return await self._in_thread(compute)
 
     def _drop(self, fragment: int, spoiled: Spoiled) -> list[str]:
         """Takes members out of a round; says which payloads are needed no more."""

@@ -17,16 +17,27 @@ from dataclasses import replace
 from typing import Literal, TypeVar
 
 from diloco_cli.core import conductor
+from diloco_cli.core.claims import GENEROSITY, Allowance, ClaimTerms
 from diloco_cli.core.conductor import Attendance, RoundTable, RunTerms
-from diloco_cli.core.journal_records import Record, Snapshot, encode
+from diloco_cli.core.journal_records import (
+    Record,
+    RegionRetired,
+    Snapshot,
+    TermsAmended,
+    encode,
+)
 from diloco_cli.core.ledger import Ledger
+from diloco_cli.server.rounds.budget import BudgetRooms
+from diloco_cli.server.rounds.lanes import LaneReports
 from diloco_cli.server.rounds.leases import Leases
 from diloco_cli.server.rounds.token_totals import RunTotals
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store.group_commit import GroupCommit
 from diloco_cli.server.store.run_store import RunStore
+from diloco_cli.server.terms import TermsHistory
 from diloco_cli.server.versions.newest import PublishedVersions
 from diloco_cli.server.versions.next_version import Seen
+from diloco_cli.spec.schema import RunSpec, SyncSpec
 from diloco_cli.system.failpoints import reach
 from diloco_cli.system.files import DiskFull
 
@@ -42,7 +53,7 @@ class State:
 
     def __init__(
         self,
-        settings: ServerSettings,
+        history: TermsHistory,
         store: RunStore,
         ledger: Ledger,
         totals: RunTotals,
@@ -52,17 +63,21 @@ class State:
         wall: Callable[[], Seconds] = time.time,
         note: Callable[..., None] = lambda kind, **fields: None,
     ) -> None:
-        self.settings, self.store, self.weights = settings, store, weights
-        self.spec, self.sync = settings.spec, settings.spec.sync
+        self.history, self.store, self.weights = history, store, weights
         self.ledger, self.totals = ledger, totals
         self.clock, self.wall, self.note = clock, wall, note
         self.began = now = clock()
         self.served_before = totals.seconds
-        self.leases = Leases(ledger.regions, self.spec.server.lease, now=now)
+        self.allowance_before = ledger.allowance.restarted(wall())
+        silences = {
+            region: max(0.0, ledger.seconds - ledger.regions[region].heard)
+            for region in ledger.members
+        }
+        self.leases = Leases(silences, self.spec.server.lease, now=now)
+        self.leases.end = ledger.ended
+        self.rooms = BudgetRooms()
         self.table = RoundTable.reopened(ledger, self.sync, now=now)
-        self.terms = RunTerms(
-            self.sync, settings.sizes, self.spec.budget.tokens, self.spec.server.lease
-        )
+        self.lanes = LaneReports(began=now)
         self.seen: dict[str, Seen] = {}
         """What is known of payloads that wait, by digest: spares a merge another look."""
         self.waiting = dict.fromkeys(range(len(ledger.slots)), "not called yet")
@@ -83,6 +98,32 @@ class State:
         self.commit.on_failure = self.fail
 
     @property
+    def settings(self) -> ServerSettings:
+        """Those of the newest terms."""
+        return self.history.newest
+
+    @property
+    def spec(self) -> RunSpec:
+        """That of the newest terms."""
+        return self.history.newest.spec
+
+    @property
+    def sync(self) -> SyncSpec:
+        return self.spec.sync
+
+    @property
+    def terms(self) -> RunTerms:
+        spec, server = self.spec, self.spec.server
+        return RunTerms(
+            spec.sync,
+            self.settings.sizes,
+            spec.budget.tokens,
+            server.lease,
+            server.forget_seconds,
+            self.settings.step_tokens,
+        )
+
+    @property
     def need(self) -> int:
         """Contributions that a round needs now."""
         return conductor.need(self.ledger, self.sync)
@@ -101,6 +142,27 @@ class State:
         """How long the run has been served, all starts together."""
         return self.served_before + self.clock() - self.began
 
+    @property
+    def allowance_clock(self) -> Seconds:
+        """The time by which claims are judged; see `core/claims.py`."""
+        return round(self.allowance_before + self.clock() - self.began, 3)
+
+    def allowance(self) -> Allowance:
+        """What every region may claim now."""
+        settings, ledger = self.settings, self.ledger
+        terms = ClaimTerms(
+            settings.steps_cap, settings.step_tokens, settings.paces, self.leases.paces()
+        )
+        accounts = [slot.claims for slot in ledger.slots]
+        paces = {region: ledger.paces[region] for region in ledger.members}
+        return Allowance(accounts, paces, terms, at=self.allowance_clock)
+
+    def most_windows(self, region: str) -> float:
+        """Windows that a region can have read since the run began, with the largest batches."""
+        tokens = GENEROSITY * self.history.most_step_tokens(region)
+        sequence = min(settings.spec.inner_of(region).sequence for settings in self.history)
+        return self.allowance().most_steps(region) * tokens / sequence
+
     def live(self) -> set[str]:
         """Regions that hold a lease, are not about to leave and not in quarantine."""
         return self.leases.here(now=self.clock()) - self.ledger.quarantined()
@@ -110,15 +172,32 @@ class State:
         leases, slots, since = self.leases, self.ledger.slots, self.table.ended_at
         here = leases.here(now=now)
         # Most looks are for other reasons, and reports of many regions are long.
-        reports = leases.reports() if any(slot.phase == "idle" for slot in slots) else {}
+        needed = any(slot.phase == "idle" for slot in slots)
+        needed = needed or any(round.grace is None for round in self.table.rounds)
+        reports = leases.reports() if needed else {}
+        allowance, silent = self.allowance(), leases.silences(now=now)
         if since is None:
-            return Attendance(here, reports)
+            readers = self.lanes.readers(self.ledger, leases, self.spec, now=now)
+            going = leases.retiring()
+            empty = [leases.drained(f) & going for f in range(len(slots))] if going else ()
+            return Attendance(
+                here,
+                reports,
+                empty,
+                retiring=going,
+                silent=silent,
+                readers=readers,
+                allowance=allowance,
+                unsent=self.rooms.unsent(self, here),
+            )
         return Attendance(
             here,
             reports,
             [leases.drained(fragment) for fragment in range(len(slots))],
             leases.undrained(since=since, now=now),
             leases.not_drained(),
+            silent=silent,
+            allowance=allowance,
         )
 
     def record(self, record: Record) -> None:
@@ -126,7 +205,11 @@ class State:
         record = replace(record, time=round(self.wall(), 3))
         number = self.commit.append(encode(record))
         self.ledger.apply(number, record)
+        if isinstance(record, RegionRetired | TermsAmended):
+            self.weights.keep_merged([slot.merged for slot in self.ledger.slots])
+        self.history.apply(self.ledger, record)
         self.totals.apply(record)
+        self.leases.end = self.ledger.ended
 
     def snapshot(self) -> int:
         """Journals all that the journal amounts to; gives the record's number.

@@ -2,15 +2,17 @@
 
 The ledger holds what decides; these totals hold what people want to see: tokens by fate,
 shares, bytes, times. It is a fold over the same records, so a restarted server does not
-forget who did what. Nothing is ever decided on it.
+forget who did what. What was merged of a folder is held against the headers of its frames.
 
 Tokens are booked for each folder of a region (its `owner`), fragment by fragment. A
 region that lost its disk starts its books again, and the old ones stay as they were:
 
-    trained = applied + pending + refused + discarded        in each folder and fragment
+    trained = applied + uncounted + pending + refused + discarded     in each folder and fragment
 
-`applied` is the server's own sum over what it published; the rest is what the region
-reports. So the equation fails if anything was merged twice, lost or made up.
+`applied` is the server's own sum over what it published and counted, `uncounted` what it
+published beyond what a claim may count; the rest is what the region reports. So the equation
+fails if anything was merged twice, lost or made up. A report that contradicts what is merged
+is not added to anything: what the headers of accepted frames said is known to hold.
 """
 
 from __future__ import annotations
@@ -23,23 +25,31 @@ from diloco_cli.core.journal_records import (
     Entry,
     FragmentCalled,
     FrameDecided,
+    LanesDealt,
     MemberDropped,
     Record,
     RegionJoined,
+    RegionPaced,
+    RegionRetired,
     RoundClosed,
+    RunBegun,
     RunEnded,
     RunFinished,
+    RunResumed,
     Snapshot,
+    TermsAmended,
     VersionPublished,
     VersionStored,
     WeightsEvaluated,
 )
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.observe.metrics import Effort
-from diloco_cli.server.settings import ServerSettings
+from diloco_cli.server.terms import TermsHistory
 from diloco_cli.wire.messages import Heartbeat, Tokens
 
-FATES = ("trained", "applied", "pending", "refused", "discarded")
+REPORTED_FATES = ("trained", "applied", "pending", "refused", "discarded")
+"""What regions tell; for them, merged is applied."""
+FATES = ("trained", "applied", "uncounted", "pending", "refused", "discarded")
 SNAPSHOT_FIELDS = (
     "shares",
     "rounds",
@@ -50,6 +60,9 @@ SNAPSHOT_FIELDS = (
     "delta_bytes",
     "delta_values",
     "contributions",
+    "chances",
+    "members",
+    "present",
     "elapsed",
     "published_at",
 )
@@ -57,6 +70,9 @@ SNAPSHOT_FIELDS = (
 
 REPORTED_FIELDS = ("reported", "worked", "lost", "pace")
 """What an account knows from heartbeats; no snapshot keeps it, each heartbeat brings it anew."""
+
+ROUNDING = 1e-9
+"""Share of a sum by which two ways to add it up may differ."""
 
 REST = 600.0
 """A server that is away for longer was not down but stopped, and the run rested."""
@@ -71,20 +87,29 @@ class TokenFates:
     pending: float = 0.0
     refused: float = 0.0
     discarded: float = 0.0
+    uncounted: float = 0.0
 
     def __add__(self, other: TokenFates) -> TokenFates:
-        return TokenFates(*(getattr(self, fate) + getattr(other, fate) for fate in FATES))
+        sums = {fate: getattr(self, fate) + getattr(other, fate) for fate in FATES}
+        return TokenFates(**sums)
+
+    def scaled(self, share: float) -> TokenFates:
+        return TokenFates(**{fate: getattr(self, fate) * share for fate in FATES})
 
     @property
     def gap(self) -> float:
-        return self.trained - (self.applied + self.pending + self.refused + self.discarded)
+        given = self.applied + self.uncounted + self.pending + self.refused + self.discarded
+        return self.trained - given
 
 
 @dataclass(slots=True)
 class RegionTotals:
     """One folder of a region: what was merged for it, and what it says."""
 
+    merged: list[float]
+    """By fragment: tokens that were published, as the frames claimed them."""
     applied: list[float]
+    """By fragment: tokens of these that count."""
     posted: dict[int, TokenFates] = field(default_factory=dict)
     """By fragment: the totals in the header of the newest frame."""
     reported: Tokens | None = None
@@ -98,29 +123,65 @@ class RegionTotals:
         self.reported, self.worked = heartbeat.tokens, heartbeat.worked
         self.lost, self.pace = heartbeat.lost, heartbeat.pace
 
+    @property
+    def trained(self) -> float:
+        """Tokens since the folder began, of the fragment of which it trained most.
+
+        As the region says: how far it may train is counted from there.
+        """
+        posted = (report.trained for report in self.posted.values())
+        return max((*self.merged, *posted, *(self.reported.trained if self.reported else ())))
+
     def fates(self, fragment: int) -> TokenFates:
         """The region's newest report on a fragment, with the server's own `applied`.
 
         A trainer that died right after posting has reported more in the frame than in any
         heartbeat, so the report that knows of more training counts.
         """
-        report = self.posted.get(fragment)
-        if self.reported is not None:
-            heard = TokenFates(*(getattr(self.reported, fate)[fragment] for fate in FATES))
-            report = heard if report is None or heard.trained >= report.trained else report
-        applied = self.applied[fragment]
+        report, heard = self.posted.get(fragment), self._heard(fragment)
+        if heard is not None and not self._contradicts(heard, fragment):
+            report = heard
+        merged, applied = self.merged[fragment], self.applied[fragment]
         if report is None:
-            return TokenFates(trained=applied, applied=applied)
+            return TokenFates(trained=merged, applied=applied, uncounted=merged - applied)
+        return replace(
+            report,
+            applied=applied,
+            uncounted=merged - applied,
+            pending=max(0.0, self._pending(report, fragment)),
+        )
+
+    def unbalanced(self) -> bool:
+        """Says whether a heartbeat contradicts itself or what is merged, and so is not believed."""
+        heard = [self._heard(fragment) for fragment in range(len(self.merged))]
+        return any(
+            report and self._contradicts(report, fragment) for fragment, report in enumerate(heard)
+        )
+
+    def _heard(self, fragment: int) -> TokenFates | None:
+        """The newest heartbeat, unless the newest frame is newer."""
+        if self.reported is None:
+            return None
+        report = {fate: getattr(self.reported, fate)[fragment] for fate in REPORTED_FATES}
+        posted = self.posted.get(fragment)
+        older = posted is not None and report["trained"] < posted.trained
+        return None if older else TokenFates(**report)
+
+    def _pending(self, report: TokenFates, fragment: int) -> float:
         # What is merged but not yet adopted is still pending in the region's own books.
-        pending = report.pending - (applied - report.applied)
-        return TokenFates(report.trained, applied, pending, report.refused, report.discarded)
+        return report.pending - (self.merged[fragment] - report.applied)
+
+    def _contradicts(self, report: TokenFates, fragment: int) -> bool:
+        slack = ROUNDING * max(1.0, report.trained)
+        made_up = report.applied - self.merged[fragment] > slack
+        return made_up or abs(report.gap) > slack or self._pending(report, fragment) < -slack
 
 
 class RunTotals:
     """Sums over a run's journal and its regions' reports."""
 
-    def __init__(self, settings: ServerSettings) -> None:
-        self._settings = settings
+    def __init__(self, history: TermsHistory) -> None:
+        self._history, self._sizes = history, history.newest.sizes
         self.accounts: dict[tuple[str, str], RegionTotals] = {}
         self.shares: dict[str, float] = {}
         """Sum over rounds of each region's share of the merged weight."""
@@ -133,7 +194,13 @@ class RunTotals:
         self.delta_bytes = 0
         self.delta_values = 0
         self.contributions = 0
-        """Sum over rounds of their members."""
+        """Sum over rounds of the regions that were merged."""
+        self.chances = 0
+        """Sum over rounds of the regions that could have been: the members of the run."""
+        self.members: dict[str, float] = {}
+        """Of each member: how long the run had lasted when it joined."""
+        self.present: dict[str, float] = {}
+        """How long a region was a member before it was last retired."""
         self.elapsed = 0.0
         """Until the last round: the time served and the outages in between."""
         self.published_at: float | None = None
@@ -142,21 +209,33 @@ class RunTotals:
 
     def apply(self, record: Record) -> None:
         """Adds one record of the journal."""
-        if self.began is None:
+        if self.began is None and not isinstance(record, RunBegun):
             self.began = record.time
         match record:
+            case RunBegun():
+                pass
             case RegionJoined():
                 self._owner[record.region] = record.owner
                 self.account(record.region)
+                self.members.setdefault(record.region, self._lasted(record.time))
+            case RegionRetired():
+                self._retired(record.region, record.time)
             case FrameDecided():
                 self._decided(record)
             case VersionPublished():
                 self._published(record)
             case Snapshot():
                 self._restore(record.tally)
-            case FragmentCalled() | RoundClosed() | MemberDropped() | VersionStored():
+            case MemberDropped():
+                self._waiting.pop((record.region, record.fragment), None)
+            case TermsAmended():
+                for region in record.remove:
+                    self._retired(region, record.time)
+            case FragmentCalled() | RoundClosed() | VersionStored():
                 pass
-            case RunEnded() | RunFinished() | WeightsEvaluated():
+            case RunEnded() | RunFinished() | RunResumed() | RegionPaced():
+                pass
+            case WeightsEvaluated() | LanesDealt():
                 pass
             case _:
                 assert_never(record)
@@ -167,6 +246,7 @@ class RunTotals:
             {
                 "region": region,
                 "owner": owner,
+                "merged": list(account.merged),
                 "applied": list(account.applied),
                 "posted": {str(f): asdict(fates) for f, fates in account.posted.items()},
             }
@@ -184,12 +264,12 @@ class RunTotals:
         for each in record["accounts"]:
             key = (each["region"], each["owner"])
             posted = {int(f): TokenFates(**fates) for f, fates in each["posted"].items()}
-            self.accounts[key] = RegionTotals(list(each["applied"]), posted)
+            self.accounts[key] = RegionTotals(list(each["merged"]), list(each["applied"]), posted)
             if known := before.get(key):
                 kept = {name: getattr(known, name) for name in REPORTED_FIELDS}
                 self.accounts[key] = replace(self.accounts[key], **kept)
         self._waiting = {
-            (each["region"], each["fragment"]): (each["owner"], Receipt(**each["receipt"]))
+            (each["region"], each["fragment"]): (each["owner"], Receipt.of(each["receipt"]))
             for each in record["waiting"]
         }
         self._owner = dict(record["owner"])
@@ -201,19 +281,20 @@ class RunTotals:
         """The account of the folder that speaks for the region now."""
         key = (region, self._owner.get(region, ""))
         if key not in self.accounts:
-            self.accounts[key] = RegionTotals([0.0] * len(self._settings.sizes))
+            zeros = [0.0] * len(self._sizes)
+            self.accounts[key] = RegionTotals(zeros, list(zeros))
         return self.accounts[key]
 
     def _decided(self, record: FrameDecided) -> None:
         receipt = record.receipt
         if totals := record.totals:
-            fates = TokenFates(
-                **{fate: totals.get(fate, 0.0) for fate in FATES if fate != "pending"}
-            )
+            known = {fate: totals.get(fate, 0.0) for fate in REPORTED_FATES if fate != "pending"}
+            fates = TokenFates(**known)
             fates = replace(fates, pending=fates.gap)
             self.account(receipt.region).posted[receipt.fragment] = fates
         if record.fate == "pending":
             owner = self._owner.get(receipt.region, "")
+            receipt = replace(receipt, counted=record.counted)
             self._waiting[receipt.region, receipt.fragment] = (owner, receipt)
 
     def _published(self, record: VersionPublished) -> None:
@@ -221,19 +302,21 @@ class RunTotals:
         weights: dict[str, float] = {}
         for region in record.members:
             owner, receipt = self._waiting.pop((region, fragment))
-            self.accounts[region, owner].applied[fragment] += receipt.tokens
-            weights[region] = self._settings.weight(receipt)
+            self.accounts[region, owner].merged[fragment] += receipt.tokens
+            self.accounts[region, owner].applied[fragment] += receipt.worth.tokens
+            weights[region] = self._history[record.terms].weight(receipt)
             self.merged_at[region] = record.time or 0.0
         for region, weight in weights.items():
             share = weight / sum(weights.values())
             self.shares[region] = self.shares.get(region, 0.0) + share
         self.rounds += 1
         self.contributions += len(record.members)
+        self.chances += len({*self.members, *record.members})
         if record.time is not None:
             self.elapsed = self.elapsed_at(record.seconds, record.time)
             self.published_at = record.time
         self.delta_bytes += record.bytes
-        self.delta_values += self._settings.sizes[fragment]
+        self.delta_values += self._sizes[fragment]
         self.bytes_down = max(self.bytes_down, record.bytes_down)
         self.seconds = max(self.seconds, record.seconds)
 
@@ -247,21 +330,64 @@ class RunTotals:
         passed = served if since is None else max(served, wall - since)
         return self.elapsed + (passed if passed - served < REST else served)
 
-    def effort(self, region: str) -> Effort:
-        """What a region has done, all its folders together."""
-        own = [account for (name, _), account in self.accounts.items() if name == region]
-        sizes = self._settings.sizes
+    def _lasted(self, wall: float | None) -> float:
+        return self.elapsed if wall is None else self.elapsed_at(self.seconds, wall)
+
+    def _retired(self, region: str, wall: float | None) -> None:
+        joined = self.members.pop(region, None)
+        if joined is not None:
+            stay = max(0.0, self._lasted(wall) - joined)
+            self.present[region] = self.present.get(region, 0.0) + stay
+
+    def _fates(self, region: str, owner: str, fragment: int) -> TokenFates:
+        """What became of a folder's tokens; of a retired region, what it held is given up.
+
+        Unless it returns: then the next reports count again. What was accepted of it is merged.
+        """
+        fates = self.accounts[region, owner].fates(fragment)
+        given_up = self._given_up(region, owner, fragment, fates)
+        return replace(
+            fates, pending=fates.pending - given_up, discarded=fates.discarded + given_up
+        )
+
+    def waiting(self, region: str, owner: str, fragment: int) -> float:
+        """Tokens of a folder in a frame that was accepted and is not merged yet."""
+        sender, receipt = self._waiting.get((region, fragment), ("", None))
+        return receipt.tokens if receipt and sender == owner else 0.0
+
+    def _given_up(self, region: str, owner: str, fragment: int, fates: TokenFates) -> float:
+        if region in self.members or region not in self.present:
+            return 0.0
+        return max(0.0, fates.pending - self.waiting(region, owner, fragment))
+
+    def given_up(self) -> float:
+        """Tokens that retired regions held; each fragment's, averaged with their sizes."""
+        sizes = self._sizes
+        total = sum(
+            size * self._given_up(region, owner, fragment, account.fates(fragment))
+            for (region, owner), account in self.accounts.items()
+            for fragment, size in enumerate(sizes)
+        )
+        return total / sum(sizes)
+
+    def effort(self, region: str, elapsed: float) -> Effort:
+        """What a region has done in a run of this length, all its folders together."""
+        keys = [key for key in self.accounts if key[0] == region]
+        own = [self.accounts[key] for key in keys]
+        joined = self.members.get(region)
+        stay = 0.0 if joined is None else max(0.0, elapsed - joined)
+        sizes = self._sizes
         sums = TokenFates()
-        for account in own:
+        for key in keys:
             for fragment, size in enumerate(sizes):
-                fates = account.fates(fragment)
-                sums += TokenFates(*(getattr(fates, fate) * size / sum(sizes) for fate in FATES))
+                sums += self._fates(*key, fragment).scaled(size / sum(sizes))
         return Effort(
             worked=sum(account.worked for account in own),
             trained=sums.trained + sum(account.lost for account in own),
-            kept=sums.applied + max(0.0, sums.pending),
+            useful=sums.applied + sums.uncounted + sums.pending,
             applied=sums.applied,
             pace=max((account.pace for account in own), default=0.0),
+            present=self.present.get(region, 0.0) + stay,
         )
 
     def lost(self, region: str) -> float:
@@ -269,8 +395,8 @@ class RunTotals:
         return sum(each.lost for (name, _), each in self.accounts.items() if name == region)
 
     def applied(self, region: str) -> float:
-        """Tokens of the region that were merged: each fragment's, averaged with their sizes."""
-        sizes = self._settings.sizes
+        """Tokens of the region that are merged and count, averaged with the fragments' sizes."""
+        sizes = self._sizes
         merged = [account.applied for (name, _), account in self.accounts.items() if name == region]
         return sum(size * own[n] for own in merged for n, size in enumerate(sizes)) / sum(sizes)
 
@@ -281,10 +407,10 @@ class RunTotals:
     def fates(self, *, finished: bool) -> list[TokenFates]:
         """Sums the accounts, fragment by fragment; after the end nothing is pending any more."""
         sums = []
-        for fragment in range(len(self._settings.sizes)):
+        for fragment in range(len(self._sizes)):
             total = TokenFates()
-            for account in self.accounts.values():
-                total += account.fates(fragment)
+            for region, owner in self.accounts:
+                total += self._fates(region, owner, fragment)
             if finished:
                 total = replace(total, pending=0.0, discarded=total.discarded + total.pending)
             sums.append(total)
@@ -295,14 +421,16 @@ class RunTotals:
 
         `applied` are the ledger's own sums, one for each fragment.
         """
-        # A blend scales work by its share, which rounds; all else is whole numbers.
-        rounding = 0.0 if self._settings.spec.sync.alpha in (0.0, 1.0) else 1e-9
+        # A blend scales work by its share, which rounds, and so does counting a part of a
+        # claim; all else is whole numbers.
+        whole = {settings.spec.sync.alpha for settings in self._history} <= {0.0, 1.0}
+        if any(account.unbalanced() for account in self.accounts.values()):
+            return False
         for fragment, expected in enumerate(applied):
             every = [account.fates(fragment) for account in self.accounts.values()]
-            for fates in every:
-                slack = rounding * max(1.0, fates.trained)
-                if abs(fates.gap) > slack or fates.pending < -slack:
-                    return False
+            rounding = 0.0 if whole and not any(fates.uncounted for fates in every) else ROUNDING
+            if any(abs(fates.gap) > rounding * max(1.0, fates.trained) for fates in every):
+                return False
             applied_here = sum(fates.applied for fates in every)
             if abs(applied_here - expected) > rounding * max(1.0, expected):
                 return False

@@ -8,6 +8,7 @@ Start with run_store.py: the rest of the server calls nothing else here.
     retention.py       pure rules: what is stored whole, moved, deleted; over names alone
     blob_names.py      how a payload, a state, a delta and a merged contribution are named
     state_format.py    one version of a fragment as bytes (safetensors), and back
+    filed_state.py     a version whose vectors are in a file, mapped while they are needed
     on_disk.py         the store that is a folder: blobs are files
     draft.py           an upload on its way in: a local file that no reader sees
     run_identity.py    one server at a time, one run for ever: the lock and run.json
@@ -27,9 +28,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from diloco_cli.core.journal_records import Entry
 from diloco_cli.registry import Registry
 from diloco_cli.server.store.draft import Draft
-from diloco_cli.server.store.journal import Notice
 from diloco_cli.server.store.journal_format import JournalContent
 from diloco_cli.server.store.on_disk import Folder
 from diloco_cli.server.store.retention import Retention
@@ -119,6 +120,8 @@ class Store(Protocol):
     """The store of one run, held by this process."""
 
     run: str
+    was: tuple[str, ...]
+    """Ids of runs that this one replaced before they had trained anything."""
     journal: Journal
     blobs: Blobs
     retention: Retention
@@ -137,9 +140,7 @@ class Store(Protocol):
 
 
 class StoreKind(Protocol):
-    def open(
-        self, folder: Path, *, layout: str, spec: str, notice: Notice = ...
-    ) -> tuple[Store, list[dict[str, Any]]]:
+    def open(self, folder: Path, *, layout: str, spec: str) -> tuple[Store, list[Entry]]:
         """Takes or begins the run's store for this process; gives the journal's records."""
         ...
 

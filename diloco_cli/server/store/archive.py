@@ -32,8 +32,11 @@ class Archive:
         return MergedPayloads(self, fragment, version)
 
     def load_state(self, fragment: int, version: int) -> StoredState:
-        """Reads one version and checks every bit of it."""
-        name = blob_names.state(fragment, version)
+        """Maps one stored version and checks every bit of it."""
+        return self.read_state(blob_names.state(fragment, version), fragment, version)
+
+    def read_state(self, name: str, fragment: int, version: int) -> StoredState:
+        """Maps the state in the blob `name`; StoreDamaged unless it is sound and that version."""
         where = self.blobs.locate(name)
         try:
             state, metadata = decode(self.blobs.view(name))

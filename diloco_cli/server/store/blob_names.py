@@ -5,6 +5,7 @@ fragments/F/vNNNNNNNN.state          one version: weights, momentum, published w
 fragments/F/vNNNNNNNN.delta          the frame that leads from the version before
 fragments/F/vNNNNNNNN.DIGEST.frame   a contribution that was merged into the version
 cache/F-vNNNNNNNN.whole              a whole frame, encoded; emptied by the next start
+cache/F-vNNNNNNNN.state              the newest version, where it is not stored; likewise
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ def member(number: int, version: int, digest: str) -> str:
 
 def whole(number: int, version: int) -> str:
     return f"{CACHE}{number}-v{version:08d}.whole"
+
+
+def set_aside(number: int, version: int) -> str:
+    """A state that is not stored: it may be gone after a crash."""
+    return f"{CACHE}{number}-v{version:08d}.state"
 
 
 def parse(name: str) -> VersionBlob | None:

@@ -68,9 +68,11 @@ class GroupCommit:
             self._fail(error)
 
     async def close(self) -> None:
-        """Flushes what is left, unless a flush has failed before."""
+        """Flushes what is left, unless a flush has failed before; then none is under way."""
         if self.failed is None:
             await self.durable()
+        if self._flush:
+            await asyncio.wait([self._flush])
         self._thread.shutdown(wait=False)
 
     def _start(self) -> None:

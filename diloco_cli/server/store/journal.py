@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from diloco_cli.core.journal_records import Entry
 from diloco_cli.errors import StoreError
 from diloco_cli.server.store import journal_format
 from diloco_cli.server.store.journal_format import JournalContent, JournalEntry
@@ -22,12 +23,6 @@ from diloco_cli.system.failpoints import reach
 from diloco_cli.system.files import FULL, DiskFull, disk_errors, keep_bytes
 
 log = logging.getLogger(__name__)
-
-Notice = Callable[[str], None]
-
-
-def to_log(message: str) -> None:
-    log.warning("%s", message)
 
 
 def read_journal(path: Path) -> JournalContent:
@@ -64,12 +59,12 @@ class FileJournal:
         return cls(path, run, header, len(frame))
 
     @classmethod
-    def open(cls, path: Path, *, notice: Notice = to_log) -> tuple[FileJournal, list[dict]]:
+    def open(cls, path: Path) -> tuple[FileJournal, list[Entry]]:
         """Opens a journal and gives its records, `base` + 1 first; cuts a torn tail."""
         content, data = _read(path)
         last, stop, size = content.last, content.stop, len(data)
         if stop < size:
-            notice(
+            log.warning(
                 f"{path}: cut {size - stop} bytes after record {last.number}, at byte {stop}: "
                 f"a write that a crash interrupted before it was acknowledged"
             )

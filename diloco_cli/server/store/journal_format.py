@@ -27,11 +27,11 @@ import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from diloco_cli.core.journal_records import Entry
 from diloco_cli.errors import StoreError
 
 SCHEMA = 1
@@ -57,13 +57,39 @@ class JournalFrame(NamedTuple):
 
 
 @dataclass(frozen=True)
+class JournalHeader:
+    """The first record; a compacted journal says where it goes on."""
+
+    run: str
+    base: int
+    chain: bytes
+    """Of the record before the first one here."""
+    settled: int
+    """Newest record that was durable when the file was made."""
+
+    @classmethod
+    def of(cls, path: Path, first: JournalFrame) -> JournalHeader:
+        plain: Entry = json.loads(first.body)
+        schema, run = plain.get("journal"), plain.get("run")
+        if not isinstance(schema, int) or not isinstance(run, str):
+            raise StoreError(f"{path} does not begin with a journal's header.", hint=RESTORE)
+        if schema != SCHEMA:
+            raise StoreError(
+                f"{path} has schema {schema}, this version of diloco reads {SCHEMA}.",
+                hint="Start the server with the version of diloco that wrote it.",
+            )
+        chain = bytes.fromhex(plain["chain"]) if "chain" in plain else first.chain
+        return cls(run, plain.get("base", 0), chain, plain.get("settled", 0))
+
+
+@dataclass(frozen=True)
 class JournalContent:
     """A journal as it was read."""
 
     run: str
     base: int
     """Number of the record before the first one here."""
-    records: list[dict[str, Any]]
+    records: list[Entry]
     last: JournalEntry
     stop: int
     """Where the next record goes; what follows was never durable."""
@@ -73,7 +99,7 @@ def header(run: str) -> JournalEntry:
     return entry(0, b"", {"journal": SCHEMA, "run": run})
 
 
-def entry(number: int, chain: bytes, record: Mapping[str, Any]) -> JournalEntry:
+def entry(number: int, chain: bytes, record: Entry) -> JournalEntry:
     text = json.dumps(
         record, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
@@ -113,77 +139,61 @@ def read(path: Path, data: bytes) -> JournalContent:
         raise StoreError(
             f"{path} is not a journal, or its header (byte 0) is damaged.", hint=RESTORE
         )
-    about = _checked(path, json.loads(first.body))
-    base = about.get("base", 0)
-    chain = bytes.fromhex(about["chain"]) if "chain" in about else first.chain
-    last, stop = JournalEntry(base, chain, first.body), first.stop
-    records: list[dict[str, Any]] = []
+    header = JournalHeader.of(path, first)
+    last, stop = JournalEntry(header.base, header.chain, first.body), first.stop
+    records: list[Entry] = []
     while stop < len(data):
-        found = frame_at(data, stop)
-        if found is None:
-            _refuse_damage(path, data, last.number + 1, stop, about)
+        record = frame_at(data, stop)
+        if record is None:
+            _refuse_damage(path, data, last.number + 1, stop, header)
             break
-        chain = hashlib.sha256(last.chain + found.body).digest()
-        if (found.number, found.chain) != (last.number + 1, chain):
+        chain = hashlib.sha256(last.chain + record.body).digest()
+        if (record.number, record.chain) != (last.number + 1, chain):
             raise StoreError(
                 f"{path}: record {last.number + 1} at byte {stop} does not continue record "
-                f"{last.number}: it says number {found.number}, chain {found.chain.hex()[:12]}, "
+                f"{last.number}: it says number {record.number}, chain {record.chain.hex()[:12]}, "
                 f"expected chain {chain.hex()[:12]}.",
-                hint=_repair(path, last.number + 1, stop, about),
+                hint=_repair(path, last.number + 1, stop, header),
             )
-        records.append(json.loads(found.body))
-        last, stop = JournalEntry(found.number, chain, found.body), found.stop
-    if last.number < about.get("settled", 0):
+        records.append(json.loads(record.body))
+        last, stop = JournalEntry(record.number, chain, record.body), record.stop
+    if last.number < header.settled:
         raise StoreError(
             f"{path} ends with record {last.number} at byte {stop}, but record "
-            f"{about['settled']} was durable when the journal was compacted.",
-            hint=_repair(path, last.number + 1, stop, about),
+            f"{header.settled} was durable when the journal was compacted.",
+            hint=_repair(path, last.number + 1, stop, header),
         )
-    return JournalContent(about["run"], base, records, last, stop)
+    return JournalContent(header.run, header.base, records, last, stop)
 
 
 def compacted(path: Path, data: bytes, number: int, *, run: str, settled: int) -> bytes:
     """The same journal without the records before `number`, which is a snapshot of them."""
     place = frame_at(data, 0)
     assert place is not None
-    about = json.loads(place.body)
-    chain = bytes.fromhex(about["chain"]) if "chain" in about else place.chain
-    stop = place.stop
-    while (found := frame_at(data, stop)) and found.number < number:
-        chain, stop = found.chain, found.stop
-    if found is None or found.number != number:
+    chain, stop = JournalHeader.of(path, place).chain, place.stop
+    while (record := frame_at(data, stop)) and record.number < number:
+        chain, stop = record.chain, record.stop
+    if record is None or record.number != number:
         raise StoreError(f"{path}: record {number} cannot be read again.", hint=RESTORE)
-    about = {
+    begin = {
         "journal": SCHEMA,
         "run": run,
         "base": number - 1,
         "chain": chain.hex(),
         "settled": settled,
     }
-    return frame(entry(0, b"", about), settled=0) + data[stop:]
-
-
-def _checked(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    schema, run = about.get("journal"), about.get("run")
-    if not isinstance(schema, int) or not isinstance(run, str):
-        raise StoreError(f"{path} does not begin with a journal's header.", hint=RESTORE)
-    if schema != SCHEMA:
-        raise StoreError(
-            f"{path} has schema {schema}, this version of diloco reads {SCHEMA}.",
-            hint="Start the server with the version of diloco that wrote it.",
-        )
-    return about
+    return frame(entry(0, b"", begin), settled=0) + data[stop:]
 
 
 def _refuse_damage(
-    path: Path, data: bytes, number: int, offset: int, about: Mapping[str, Any]
+    path: Path, data: bytes, number: int, offset: int, header: JournalHeader
 ) -> None:
     """Raises if anything proves that record `number`, bad at `offset`, was durable."""
-    if number <= about.get("settled", 0):
+    if number <= header.settled:
         raise StoreError(
             f"{path}: record {number} at byte {offset} is damaged; it was whole when the journal "
             f"was compacted.",
-            hint=_repair(path, number, offset, about),
+            hint=_repair(path, number, offset, header),
         )
     place = data.find(MAGIC, offset + 1)
     while place >= 0:
@@ -192,7 +202,7 @@ def _refuse_damage(
             raise StoreError(
                 f"{path}: record {number} at byte {offset} is damaged, and record {later.number} "
                 f"at byte {place} says that it was once whole.",
-                hint=_repair(path, number, offset, about),
+                hint=_repair(path, number, offset, header),
             )
         place = data.find(MAGIC, place + 1)
 
@@ -200,10 +210,10 @@ def _refuse_damage(
 RESTORE = "Restore the server folder from a copy; without the journal its state is unknown."
 
 
-def _repair(path: Path, number: int, offset: int, about: Mapping[str, Any]) -> str:
+def _repair(path: Path, number: int, offset: int, header: JournalHeader) -> str:
     # What was durable when the file was made cannot be given up by cutting it: the header
     # would go on to speak of it, and without the snapshot nothing is known at all.
-    if number <= about.get("settled", 0):
+    if number <= header.settled:
         return RESTORE
     return (
         f"Restore it from a copy. To give up record {number} and everything after it instead: "

@@ -3,6 +3,7 @@
     server/
       lock             held by the one server that may write here
       run.json         which run this is: id, spec and layout digests
+      was.json         ids of runs that it replaced before they had trained anything
       journal          every decision, in order
       payloads/ …      blobs: see blob_names.py
       fragments/F/ …
@@ -26,15 +27,16 @@ from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
+from diloco_cli.core.journal_records import Entry
 from diloco_cli.server.store.draft import Draft
-from diloco_cli.server.store.journal import FileJournal, Notice, read_journal, to_log
+from diloco_cli.server.store.journal import FileJournal, read_journal
 from diloco_cli.server.store.journal_format import JournalContent
 from diloco_cli.server.store.retention import Retention
-from diloco_cli.server.store.run_identity import check_run, open_run, take_lock
+from diloco_cli.server.store.run_identity import check_run, open_run, runs_before, take_lock
 from diloco_cli.system.files import (
     DiskFull,
     disk_errors,
@@ -75,16 +77,14 @@ class Folder:
     reserve: Annotated[int, Field(ge=0)] = 64 << 20
     """Bytes kept free for journal and versions: uploads are refused before they run out."""
 
-    def open(
-        self, folder: Path, *, layout: str, spec: str, notice: Notice = to_log
-    ) -> tuple[FolderStore, list[dict[str, Any]]]:
+    def open(self, folder: Path, *, layout: str, spec: str) -> tuple[FolderStore, list[Entry]]:
         """Takes the folder for this process; a second server, or another run, is refused."""
         make_folder(folder)
         lock = take_lock(folder)
         try:
             remove_drafts(folder)
             shutil.rmtree(folder / "cache", ignore_errors=True)
-            journal, records = open_run(folder, layout, spec, notice)
+            journal, records = open_run(folder, layout, spec)
             for name in ("payloads", "parts", "fragments", "cache"):
                 make_folder(folder / name)
             sync_names(folder)
@@ -105,6 +105,7 @@ class FolderStore:
 
     def __init__(self, kind: Folder, folder: Path, journal: FileJournal, lock: FileLock) -> None:
         self.run, self.journal, self.blobs = journal.run, journal, FileBlobs(folder)
+        self.was = runs_before(folder)
         self.retention = Retention(kind.history, kind.replay, kind.whole, kind.journal)
         self.scratch = folder / "parts"
         self._folder, self._reserve, self._lock = folder, kind.reserve, lock

@@ -1,16 +1,22 @@
-"""The identity of a server folder: one server at a time (lock), one run for ever (run.json)."""
+"""The identity of a server folder: one server at a time (lock), one run for ever (run.json).
+
+A run that trained nothing may be replaced; was.json then names it, for its regions.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
 from pathlib import Path
-from typing import Any
 
+from diloco_cli.core.journal_records import Entry
 from diloco_cli.errors import SpecError, StoreDamaged, StoreError
-from diloco_cli.server.store.journal import FileJournal, Notice
+from diloco_cli.server.store.journal import FileJournal
 from diloco_cli.system.files import disk_errors, keep_bytes
 from diloco_cli.system.locks import Busy, FileLock
+
+WAS = "was.json"
+"""Ids of the runs that began in this folder and trained nothing, oldest first."""
 
 STORE = 1
 """Version of the folder's layout; any other is refused."""
@@ -34,9 +40,7 @@ def in_use(folder: Path, pid: str) -> StoreError:
     )
 
 
-def open_run(
-    folder: Path, layout: str, spec: str, notice: Notice
-) -> tuple[FileJournal, list[dict[str, Any]]]:
+def open_run(folder: Path, layout: str, spec: str) -> tuple[FileJournal, list[Entry]]:
     """Opens the journal of this run, or begins both; the journal comes first, then run.json."""
     path, identity = folder / "journal", folder / "run.json"
     if not path.exists():
@@ -45,7 +49,7 @@ def open_run(
                 raise StoreDamaged(f"{other} exists, but {path} is missing.")
         journal, records = FileJournal.create(path, run=secrets.token_hex(8)), []
     else:
-        journal, records = FileJournal.open(path, notice=notice)
+        journal, records = FileJournal.open(path)
     try:
         if identity.exists():
             check_run(folder, journal.run, layout, spec)
@@ -65,6 +69,16 @@ def open_run(
         journal.close()
         raise
     return journal, records
+
+
+def runs_before(folder: Path) -> tuple[str, ...]:
+    """Ids of the runs that this one replaced before they had trained anything."""
+    try:
+        return tuple(map(str, json.loads((folder / WAS).read_bytes())))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreDamaged(f"{folder / WAS} cannot be read: {error}.") from error
 
 
 def check_run(folder: Path, run: str, layout: str, spec: str) -> None:

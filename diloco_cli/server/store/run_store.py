@@ -10,20 +10,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco_cli.core.journal_records import Entry
 from diloco_cli.core.ledger import MadeVersion
-from diloco_cli.server.store import Notice, Store, blob_names, retention, stores
+from diloco_cli.server.store import Store, blob_names, retention, stores
 from diloco_cli.server.store.archive import Archive
 from diloco_cli.server.store.draft import Draft
-from diloco_cli.server.store.journal import to_log
+from diloco_cli.server.store.filed_state import FiledState
 from diloco_cli.server.store.state_format import StoredState, encode
 from diloco_cli.system.failpoints import reach
 
 
 def open_store(
-    choice: Mapping[str, Any], folder: Path, *, layout: str, spec: str, notice: Notice = to_log
-) -> tuple[RunStore, list[dict[str, Any]]]:
+    choice: Mapping[str, Any], folder: Path, *, layout: str, spec: str
+) -> tuple[RunStore, list[Entry]]:
     """Opens the store that a spec names; gives the journal's records, the oldest kept first."""
-    store, records = stores.build(choice).open(folder, layout=layout, spec=spec, notice=notice)
+    store, records = stores.build(choice).open(folder, layout=layout, spec=spec)
     return RunStore(store), records
 
 
@@ -32,7 +33,7 @@ class RunStore(Archive):
         super().__init__(store.blobs, store.run)
         self.journal, self.retention, self.scratch = store.journal, store.retention, store.scratch
         self.check_room, self.close = store.check_room, store.close
-        self._store, self._compacted_size = store, 0
+        self.was, self._store, self._compacted_size = store.was, store, 0
 
     def draft_payload(self, size: int = 0, *, length: int = 0) -> Draft:
         """Begins a payload whose digest is not known yet, if there is room for `size` bytes."""
@@ -70,13 +71,22 @@ class RunStore(Archive):
             contents[blob_names.delta(fragment, version)] = (delta_frame,)
         name = blob_names.state(fragment, version)
         if whole:
-            metadata = {"fragment": str(fragment), "version": str(version), "digest": digest}
-            contents[name] = encode(state, metadata)
+            contents[name] = _file_of(fragment, version, state)
         else:
             # A server that died before the record may have left one, of other contributions.
             self.blobs.drop([name])
         self.blobs.put(contents, steps="version")
         return digest
+
+    def set_aside(self, fragment: int, version: int, state: StoredState) -> FiledState:
+        """Writes a version that is not stored, so that it need not stay in memory.
+
+        Nothing waits for the disk, and the next start deletes it: what is durable is the same
+        with it and without it.
+        """
+        file = FiledState(self, fragment, version, state.digest, stored=False)
+        self.blobs.put({file.name: _file_of(fragment, version, state)}, durable=False)
+        return file
 
     def put_away(self, fragment: int, version: int, base: int, made: Sequence[MadeVersion]) -> None:
         """Moves the payloads that the stored version `base` contains; deletes what is too old."""
@@ -91,6 +101,12 @@ class RunStore(Archive):
         for name in retention.expired(self.retention, names, version=version, base=base):
             self.blobs.drop([name])
             reach("versions.pruned")
+        self._drop_set_aside(fragment, before=version)
+
+    def _drop_set_aside(self, fragment: int, *, before: int) -> None:
+        names = self.blobs.names(f"{blob_names.CACHE}{fragment}-")
+        newest = blob_names.set_aside(fragment, before)
+        self.blobs.drop(name for name in names if name.endswith(".state") and name < newest)
 
     def is_long(self) -> bool:
         """Says whether the journal is worth compacting."""
@@ -100,3 +116,8 @@ class RunStore(Archive):
         """Deletes the journal's records before that of a snapshot."""
         self.journal.compact(snapshot)
         self._compacted_size = self.journal.size
+
+
+def _file_of(fragment: int, version: int, state: StoredState) -> list[bytes | memoryview]:
+    metadata = {"fragment": str(fragment), "version": str(version), "digest": state.digest}
+    return encode(state, metadata)

@@ -1,6 +1,6 @@
-"""One version of a fragment as bytes: a safetensors file with three vectors.
+"""One version of a fragment as bytes: a safetensors file with three vectors, or four.
 
-    8 bytes: length of the header │ header, JSON │ momentum │ published │ theta
+    8 bytes: length of the header │ header, JSON │ momentum │ published │ theta │ average
 
 The metadata in the header names fragment, version and the digest of the whole state, so a
 file under a wrong name, or with one bit changed, is refused. Written and read here rather than
@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from diloco_cli.server.store import BlobReader
 from diloco_cli.wire.digest import state_digest, vector_digest
 
-VECTORS = ("momentum", "published", "theta")
-"""In the order of the file."""
+VECTORS = ("momentum", "published", "theta", "average")
+"""In the order of the file; the last is there if the run keeps one."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -29,12 +30,22 @@ class StoredState:
     theta: np.ndarray
     momentum: np.ndarray
     published: np.ndarray
+    average: np.ndarray | None = None
+    """Of the published weights over the last rounds, if the run keeps one."""
     digests: tuple[str, ...] = field(default=(), kw_only=True)
-    """Of the three vectors, if they are known already."""
+    """Of the vectors, if they are known already."""
+
+    def load(self) -> StoredState:
+        return self
 
     @property
     def vectors(self) -> dict[str, np.ndarray]:
-        return {"theta": self.theta, "momentum": self.momentum, "published": self.published}
+        three = {"theta": self.theta, "momentum": self.momentum, "published": self.published}
+        return three if self.average is None else {**three, "average": self.average}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(vector.nbytes for vector in self.vectors.values())
 
     @property
     def digest(self) -> str:
@@ -58,29 +69,42 @@ def safetensors_header(shapes: Mapping[str, Sequence[int]], metadata: Mapping[st
 
 def encode(state: StoredState, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
     """The file of a state, in pieces: the vectors are not copied."""
-    vectors = {name: np.ascontiguousarray(getattr(state, name), "<f4") for name in VECTORS}
+    given = state.vectors
+    vectors = {name: np.ascontiguousarray(given[name], "<f4") for name in VECTORS if name in given}
     head = safetensors_header({name: vector.shape for name, vector in vectors.items()}, metadata)
     return [head, *(vector.view(np.uint8).data for vector in vectors.values())]
 
 
 def decode(data: memoryview) -> tuple[StoredState, dict[str, str]]:
-    """The state in a file and its metadata; ValueError if it is not such a file."""
+    """The state in a file and its metadata; ValueError if it is not such a file.
+
+    The vectors are the file's own memory, and cannot be changed.
+    """
     length = int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8 : 8 + length]))
     try:
         metadata, vectors, offset = header.pop("__metadata__"), {}, 8 + length
         for name in VECTORS:
+            if name == "average" and name not in header:
+                continue
             entry = header.pop(name)
             (size,), (start, stop) = entry["shape"], entry["data_offsets"]
             if entry["dtype"] != "F32" or (offset, 4 * size) != (8 + length + start, stop - start):
                 raise ValueError(f"the header does not describe its {name}")
-            vectors[name] = np.frombuffer(data, "<f4", size, offset).copy() if size else _EMPTY
+            vectors[name] = np.frombuffer(data, "<f4", size, offset) if size else _EMPTY
             offset += 4 * size
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"the header is not that of a state: {error!r}") from error
     if header or offset != len(data):
         raise ValueError("the file does not end with its last vector")
     return StoredState(**vectors), metadata
+
+
+def place_of(vector: str, reader: BlobReader) -> tuple[int, int]:
+    """Where a vector lies in the file of a state: first byte and length; KeyError if nowhere."""
+    length = int.from_bytes(reader.read(0, 8), "little")
+    start, stop = json.loads(reader.read(8, length))[vector]["data_offsets"]
+    return 8 + length + start, stop - start
 
 
 _EMPTY = np.zeros(0, np.float32)

@@ -26,13 +26,17 @@ from diloco_cli.core.guard import outlier, stranger
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.errors import DilocoError, WireError
 from diloco_cli.merge.combine import MemberUnfit, combine, edges_of
+from diloco_cli.merge.optimizers import average_share, averaged
 from diloco_cli.merge.outer_step import Diverged, MergePlan, outer_step
+from diloco_cli.merge.protocols import Vectors, optimizer_at
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store import Payloads
 from diloco_cli.server.store.archive import PayloadLost
+from diloco_cli.server.store.filed_state import FiledState
 from diloco_cli.server.store.state_format import StoredState
 from diloco_cli.wire.chunks import CHUNK, span_of, spread
 from diloco_cli.wire.codecs import NotFinite, codecs
+from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Frame, Header, Outline, open_frame, seal
 
 
@@ -41,7 +45,8 @@ class Version:
     """One published version of a fragment."""
 
     number: int
-    state: StoredState
+    state: StoredState | FiledState
+    """Its vectors, or where they are."""
     digest: str
     """Of the published vector."""
     merged: Mapping[str, str]
@@ -92,26 +97,27 @@ def next_version(
 ) -> tuple[Version, bytes] | Spoiled:
     """Computes the next version and its delta frame, or says who must leave the round first.
 
-    `seen` may hold what was found out about payloads, by digest.
+    `seen` may hold what was found out about payloads, by digest. StoreDamaged if the old
+    version cannot be read.
     """
     seen = seen or {}
     receipts = sorted(receipts, key=lambda receipt: receipt.region)
     regions = tuple(receipt.region for receipt in receipts)
     method = MergePlan(
         recipe.merge,
-        recipe.outer,
+        optimizer_at(recipe.outer, old.number + 1),
         codecs.build(recipe.spec.wire.down),
         level=recipe.spec.wire.zstd,
         drain=drain,
     )
-    state = old.state
-    before = (state.theta, state.momentum, state.published)
     try:
         members = _opened(recipe, payloads, fragment, receipts, seen)
         known = _lengths_known(recipe, fragment, receipts, members, seen)
-        merged = combine(method.rule, fragment, members, known)
+        scales = [recipe.scale(receipt) for receipt in receipts]
+        merged = combine(method.rule, fragment, members, known, scales=scales)
         del members  # The step takes memory; what they are mapped to can go before.
-        made = outer_step(method, merged, before)
+        before = old.state.load()
+        made = outer_step(method, merged, _before(recipe, before, fragment))
     except _Unusable as error:
         return error.spoiled
     except MemberUnfit as error:
@@ -121,11 +127,25 @@ def next_version(
     except NotFinite as error:
         return Spoiled(regions, "refused", f"merged, it cannot be published: {error.message}")
     digests = {**old.merged, **{receipt.region: receipt.digest for receipt in receipts}}
-    state = StoredState(made.theta, made.momentum, made.published, digests=made.digests)
+    average, known = None, made.digests
+    if share := average_share(recipe.outer):
+        # A drain's small steps are no rounds: counted, they would push the others out.
+        average = before.average if drain else None
+        if average is None:
+            average = averaged(before.average, made.published, old.number + 1, share=share)
+        known = (*known, vector_digest(average))
+    state = StoredState(made.theta, made.momentum, made.published, average, digests=known)
     version = Version(old.number + 1, state, made.digest, digests, regions)
     return version, seal(
         frame_header(recipe, payloads.run, "delta", fragment, version), made.chunks
     )
+
+
+def _before(recipe: ServerSettings, state: StoredState, fragment: Fragment) -> Vectors:
+    first = recipe.outer.start(fragment.size)  # Not written to, so it takes no memory.
+    # Another kind of optimizer, by an amendment, begins without a past if it needs another.
+    momentum = state.momentum if state.momentum.shape == first.shape else first
+    return state.theta, momentum, state.published
 
 
 def _opened(
@@ -171,7 +191,10 @@ def _lengths_known(
             found.append(known.squares if known else frame.squares(edges))
         except WireError as error:
             raise _Unusable(_unfit(receipt, error)) from error
-    lengths = [math.sqrt(float(squares.sum())) for squares in found]
+    lengths = [
+        recipe.scale(receipt) * math.sqrt(float(squares.sum()))
+        for receipt, squares in zip(receipts, found, strict=True)
+    ]
     steps = [min(receipt.steps, recipe.steps_cap) for receipt in receipts]
     guard = recipe.spec.server.guard
     odd = outlier(lengths, steps, limit=guard.norm)

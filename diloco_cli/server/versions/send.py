@@ -53,18 +53,6 @@ class Resource(Protocol):
     def read(self, start: int, stop: int) -> Pieces: ...
 
 
-class InMemory:
-    """Pieces that never wait for a disk."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-
-    def next(self) -> bytes:
-        return next(self._pieces, b"")
-
-    next_now = next
-
-
 @dataclass(frozen=True)
 class ImmutableResource:
     """One or more blobs, one after another."""

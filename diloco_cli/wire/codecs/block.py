@@ -60,15 +60,15 @@ class Int8(InPlace):
         refuse_block(values, row, self.block)
 
     def read(self, body: np.ndarray, values: np.ndarray) -> None:
-        found = _kernels().decode_int8(body, values, self.block)
-        refuse_answer(found, body, values.size, code=-128)
+        status = _kernels().decode_int8(body, values, self.block)
+        refuse_answer(status, body, values.size, code=-128)
 
     def add(self, body: np.ndarray, sums: np.ndarray, weight: float) -> None:
         if sums.dtype == np.float32:
             super().add(body, sums, weight)
             return
-        found = _kernels().add_int8(body, sums, self.block, weight)
-        refuse_answer(found, body, sums.size, code=-128)
+        status = _kernels().add_int8(body, sums, self.block, weight)
+        refuse_answer(status, body, sums.size, code=-128)
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Nibbles(InPlace):
     def read(self, body: np.ndarray, values: np.ndarray) -> None:
         kernels, block = _kernels(), self.block
         full, rows = values.size // block, -(-values.size // block)
-        found = kernels.decode_int4(body, values[: full * block], block, 0, rows)
-        refuse_answer(found, body, rows * block // 2, code=-8)
+        status = kernels.decode_int4(body, values[: full * block], block, 0, rows)
+        refuse_answer(status, body, rows * block // 2, code=-8)
         if full < rows:
             values[full * block :] = self._rest(body, full, values.size - full * block)
 
@@ -106,8 +106,8 @@ class Nibbles(InPlace):
         kernels, block = _kernels(), self.block
         full, rows = sums.size // block, -(-sums.size // block)
         add = kernels.add_int4_single if sums.dtype == np.float32 else kernels.add_int4
-        found = add(body, sums[: full * block], block, 0, rows, weight)
-        refuse_answer(found, body, rows * block // 2, code=-8)
+        status = add(body, sums[: full * block], block, 0, rows, weight)
+        refuse_answer(status, body, rows * block // 2, code=-8)
         if full < rows:
             rest = self._rest(body, full, sums.size - full * block)
             sums[full * block :] += np.multiply(rest, weight, dtype=sums.dtype)
@@ -116,8 +116,8 @@ class Nibbles(InPlace):
         kernels, block = _kernels(), self.block
         full, rows = sums.size // block, -(-sums.size // block)
         even = slice(0, full * block)
-        found = kernels.plus_int4(body, base[even], sums[even], block, 0, rows)
-        refuse_answer(found, body, rows * block // 2, code=-8)
+        status = kernels.plus_int4(body, base[even], sums[even], block, 0, rows)
+        refuse_answer(status, body, rows * block // 2, code=-8)
         if full < rows:
             rest = self._rest(body, full, sums.size - full * block)
             np.add(base[full * block :], rest, out=sums[full * block :])
@@ -125,12 +125,12 @@ class Nibbles(InPlace):
     def squares(self, body: np.ndarray, size: int, edges: Sequence[int]) -> np.ndarray:
         """Sums the squares of decoded values between each edge and the next, in float64."""
         square, block, rows = _kernels().square_int4, self.block, -(-size // self.block)
-        found = [square(body, block, rows, *pair) for pair in pairwise(edges)]
+        sums = [square(body, block, rows, *pair) for pair in pairwise(edges)]
         if size % block:
             self._rest(body, rows - 1, size % block)
-        if min(found) < 0:
+        if min(sums) < 0:
             self.read(body, np.empty(size, np.float32))  # Says what is wrong.
-        return np.array(found)
+        return np.array(sums)
 
     def fold(
         self,
@@ -154,8 +154,8 @@ class Nibbles(InPlace):
     def _rest(self, body: np.ndarray, row: int, count: int) -> np.ndarray:
         """Decodes a short last block."""
         padded = np.empty(self.block, np.float32)
-        found = _kernels().decode_int4(body, padded, self.block, row, row + 1)
-        refuse_answer(found, body, (row + 1) * self.block // 2, code=-8)
+        status = _kernels().decode_int4(body, padded, self.block, row, row + 1)
+        refuse_answer(status, body, (row + 1) * self.block // 2, code=-8)
         if padded[count:].any():
             raise WireError("The padding after the last value holds codes other than zero.")
         return padded[:count]
@@ -215,8 +215,8 @@ class Sign(InPlace):
         kernels, block = _kernels(), self.block
         full, rows = values.size // block, -(-values.size // block)
         scales_at = rows * block // 8
-        found = kernels.decode_sign(body, values[: full * block], block, 0, rows)
-        self._refuse(found, body, scales_at)
+        status = kernels.decode_sign(body, values[: full * block], block, 0, rows)
+        self._refuse(status, body, scales_at)
         if full < rows:
             rest = values.size - full * block
             padded = np.empty(block, np.float32)
@@ -225,10 +225,10 @@ class Sign(InPlace):
                 raise WireError("The padding after the last value holds signs.")
             values[full * block :] = padded[:rest]
 
-    def _refuse(self, found: int, body: np.ndarray, scales_at: int) -> None:
-        if found < -1:
+    def _refuse(self, status: int, body: np.ndarray, scales_at: int) -> None:
+        if status < -1:
             raise WireError("A silent block holds signs.")
-        refuse_answer(found, body, scales_at, code=0)
+        refuse_answer(status, body, scales_at, code=0)
 
 
 def largest_scale(top: int) -> int:
@@ -242,14 +242,14 @@ def refuse_block(values: np.ndarray, row: int, block: int) -> None:
         refuse_non_finite(values[row * block : (row + 1) * block], row * block)
 
 
-def refuse_answer(found: int, body: np.ndarray, scales_at: int, *, code: int) -> None:
+def refuse_answer(status: int, body: np.ndarray, scales_at: int, *, code: int) -> None:
     """Raises what a decoder found wrong."""
-    if found >= 0:
-        low, high = body[scales_at:].reshape(2, -1)[:, found]
+    if status >= 0:
+        low, high = body[scales_at:].reshape(2, -1)[:, status]
         bits = np.array([int(low) | int(high) << 8], np.uint32) << 16
         scale = float(bits.view(np.float32)[0])
-        raise WireError(f"The scale of block {found} is {scale:g}; no encoder writes that.")
-    if found == _kernels().WRONG_CODE:
+        raise WireError(f"The scale of block {status} is {scale:g}; no encoder writes that.")
+    if status == _kernels().WRONG_CODE:
         raise WireError(f"A code is {code}; encoders write {code + 1} to {-code - 1}.")
 
 

@@ -148,13 +148,13 @@ def vector(values: np.ndarray) -> np.ndarray:
 
 def raw(body: Body, expected: int) -> np.ndarray:
     """Returns the body's bytes, or refuses a body that is too long or too short."""
-    found = np.frombuffer(body, np.uint8)
-    if found.size != expected:
+    data = np.frombuffer(body, np.uint8)
+    if data.size != expected:
         raise WireError(
-            f"A chunk's body has {found.size} bytes where its codec writes {expected}.",
+            f"A chunk's body has {data.size} bytes where its codec writes {expected}.",
             hint="Sender and receiver disagree about the codec; compare their versions.",
         )
-    return found
+    return data
 
 
 def refuse_non_finite(part: np.ndarray, start: int) -> None:

@@ -82,16 +82,16 @@ class Sparse(InPlace):
             return places, amounts
         keep, last = self._keep(self.block), self._keep(self._last(size))
         at = self._codes_at(size)
-        found = kernels.decode_sparse(body, size, self.block, keep, last, at, places, amounts)
-        if found < 0:
-            said = {
+        count = kernels.decode_sparse(body, size, self.block, keep, last, at, places, amounts)
+        if count < 0:
+            faults = {
                 kernels.WRONG_COUNT: "more values than a block may send",
                 kernels.WRONG_GAP: "a gap that leads out of its block",
                 kernels.WRONG_SCALE: "a size that no encoder writes",
                 kernels.WRONG_PADDING: "padding other than zero",
             }
-            raise WireError(f"A sparse body has {said[found]}.")
-        return places[:found], amounts[:found]
+            raise WireError(f"A sparse body has {faults[count]}.")
+        return places[:count], amounts[:count]
 
     def _keep(self, count: int) -> int:
         """How many of `count` values may travel."""

@@ -3,7 +3,10 @@ trainer is kept running. Start with agent.py.
 
     agent.py              joins, starts and restarts the trainer, leaves
     join.py               may this folder speak for its region?
+    trainer_settings.py   the region's own file with the amendments of the run over it
+    spec_correction.py    may a worker come with another spec than its folder's run began with?
     sync_threads.py       the traffic between mailbox and server while one epoch lasts
     published_weights.py  brings the region's copy of the published weights up to date
     trainer_process.py    the trainer as a process: started by us, or taken over
+    command_trainer.py    a training program that is not ours, as a process
 """

@@ -11,15 +11,18 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+from diloco_cli.data import datasets
 from diloco_cli.errors import LinkError, SpecError, StoreError
 from diloco_cli.net.client import Client, Held, OlderCopy
 from diloco_cli.net.credentials import Untrusted
+from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.wakeup import Wakeup
-from diloco_cli.wire.messages import Joined, Run
+from diloco_cli.wire.messages import Amendments, Joined, Run, TextOrder
 from diloco_cli.worker.agent.published_weights import other_history
 from diloco_cli.worker.mailbox import FolderOwner, Mailbox
 
@@ -47,17 +50,47 @@ class RegionJoin:
         self,
         mailbox: Mailbox,
         region: str,
-        terms: SharedSettings,
+        shared: SharedSettings,
         wakeup: Wakeup,
+        order: TextOrder | None = None,
     ) -> None:
-        self.mailbox, self.region, self.terms = mailbox, region, terms
-        self.wakeup = wakeup
+        """`order` is how the region reads which text, if that can be read."""
+        self.mailbox, self.region, self.shared = mailbox, region, shared
+        self.wakeup, self.order = wakeup, order
         self.identity = FolderOwner("", 0)
 
     def boot(self) -> None:
         """Counts this start, durably, before anybody hears of it."""
         known = self.mailbox.identity() or FolderOwner(secrets.token_hex(8), 0)
-        self._remember(replace(known, boot=known.boot + 1))
+        if known.region not in ("", self.region):
+            known = self._moved(known)
+        key = known.key or secrets.token_hex(16)
+        self._remember(replace(known, boot=known.boot + 1, key=key, region=self.region))
+
+    def _moved(self, known: FolderOwner) -> FolderOwner:
+        """The folder of another region is used for this one: what it posted is not ours to send.
+
+        A frame of the old name may still be merged, so what it holds would count twice.
+        """
+        log.info(
+            f"{self.mailbox.folder} was the folder of {known.region}; what {known.region} held and "
+            f"the run has not merged is dropped"
+        )
+        self._keep(self.mailbox.clear_outbox)
+        return FolderOwner(secrets.token_hex(8), 0, known.run)
+
+    def is_replaced(self, about: Run) -> bool:
+        """Says whether the run of this folder trained nothing and made way for the server's."""
+        return bool(self.identity.run) and self.identity.run in about.was
+
+    def begin_anew(self, about: Run) -> None:
+        """Makes the folder a new one; interrupted, it is still one of the old run."""
+        log.info(f"run {self.identity.run} trained nothing; beginning anew in run {about.run}")
+        try:
+            self.mailbox.clear()
+        except OSError as error:
+            raise _unwritable(self.mailbox.folder, error) from None
+        self._remember(FolderOwner(secrets.token_hex(8), 1, region=self.region))
 
     def check(self, about: Run) -> None:
         """Refuses a server whose run is not the one of this folder and this spec."""
@@ -67,16 +100,18 @@ class RegionJoin:
                 f"the server runs {about.run}.",
                 hint="Give this worker another folder with --dir, or delete the old one.",
             )
-        if about.spec_digest != self.terms.spec_digest:
-            lines = "\n".join(differences(about.settings, self.terms.settings))
+        # A worker may come with any settings that the run has had: it is told the newest.
+        if self.shared.spec_digest not in (about.spec_digest, *about.digests):
+            lines = "\n".join(differences(about.settings, self.shared.settings))
             raise SpecError(
                 f"The server's run has other settings than this spec:\n{lines}",
-                hint="Start this worker with the spec of the server.",
+                hint="Start this worker with the spec of the server, or change the run itself "
+                "with `diloco amend` on the server.",
             )
-        if about.layout_digest != self.terms.layout_digest:
+        if about.layout_digest != self.shared.layout_digest:
             raise SpecError(
                 f"The server cuts the model differently: layout {about.layout_digest[:12]}… "
-                f"there, {self.terms.layout_digest[:12]}… here.",
+                f"there, {self.shared.layout_digest[:12]}… here.",
                 hint="The two sides run different versions; compare `diloco --version`.",
             )
 
@@ -100,8 +135,10 @@ class RegionJoin:
             self.region,
             owner=self.identity.owner,
             boot=self.identity.boot,
-            spec_digest=self.terms.spec_digest,
-            layout_digest=self.terms.layout_digest,
+            spec_digest=self.shared.spec_digest,
+            layout_digest=self.shared.layout_digest,
+            order=self.order,
+            key=self.identity.key,
         )
 
     def ask(self, question: Callable[[], T], *, wait: float) -> T | None:
@@ -132,15 +169,20 @@ class RegionJoin:
                 self.wakeup.clear()
         return None
 
+    def remember_terms(self, terms: Amendments) -> None:
+        """Keeps the amendments that the server has, which may be fewer than we had heard of."""
+        if terms != self.mailbox.terms():
+            self._keep(partial(self.mailbox.write_terms, terms))
+
     def _remember(self, identity: FolderOwner) -> None:
         self.identity = identity
+        self._keep(partial(self.mailbox.write_identity, identity))
+
+    def _keep(self, write: Callable[[], None]) -> None:
         try:
-            self.mailbox.write_identity(identity)
+            write()
         except OSError as error:
-            raise StoreError(
-                f"{self.mailbox.folder} cannot be written: {error.strerror}.",
-                hint="Free some space or fix the permissions, or choose another folder with --dir.",
-            ) from None
+            raise _unwritable(self.mailbox.folder, error) from None
 
     def _refuse_older_server(self, joined: Joined) -> None:
         for number, version in enumerate(joined.versions):
@@ -166,6 +208,26 @@ class RegionJoin:
             if latest and latest.version == have and latest.published != published:
                 digests = f"{latest.published[:12]} there, {published[:12]} here:"
                 raise other_history(number, have, f"its digest, {digests}")
+
+
+def _unwritable(folder: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{folder} cannot be written: {error.strerror}.",
+        hint="Free some space or fix the permissions, or choose another folder with --dir.",
+    )
+
+
+def order_of(spec: RunSpec, region: str) -> TextOrder | None:
+    """How a region reads which text; None if it cannot be read, and the trainer says why."""
+    inner = spec.inner_of(region)
+    try:
+        dataset = datasets.build(spec.data_of(region))
+        stream = dataset.open(spec.seed, inner.batch, inner.sequence)
+    # A dataset may be somebody else's code, and this is no place to judge it.
+    except Exception as error:
+        log.info(f"the text cannot be read: {error}")
+        return None
+    return TextOrder(**asdict(stream.order.named))
 
 
 def differences(there: Any, here: Any, path: str = "") -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The traffic between a region's mailbox and the server, for as long as one epoch lasts.
 
     heartbeat   progress ─▶ server       news ─▶ mailbox      at least every quarter lease
+                                         newer terms ─▶ mailbox
     calls       waiting GET              news ─▶ mailbox
     upload      outbox ─▶ server         its answer ─▶ fate
     download    newer versions ─▶ image
@@ -13,6 +14,7 @@ new epoch, an answer a person has to look at, or the agent itself.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import threading
@@ -25,8 +27,17 @@ from diloco_cli.errors import DilocoError, LinkError, RunFailed, WireError
 from diloco_cli.net.client import Client, FencedError, Gone
 from diloco_cli.net.options import DEFAULTS, ONCE, Options, Retry, Timeouts
 from diloco_cli.observe.events import EventLog
+from diloco_cli.system.failpoints import reach
 from diloco_cli.system.wakeup import Wakeup
-from diloco_cli.wire.messages import Heartbeat, Joined, News, TrainerProgress
+from diloco_cli.wire.messages import (
+    Amendments,
+    Heartbeat,
+    Joined,
+    LaneAssignment,
+    News,
+    Run,
+    TrainerProgress,
+)
 from diloco_cli.worker.agent.published_weights import PublishedWeights
 from diloco_cli.worker.mailbox import Fate, Mailbox, Stamp, stamp
 
@@ -35,6 +46,7 @@ log = logging.getLogger(__name__)
 SHORTEST_GAP = 0.05
 """Between two heartbeats, however often the trainer has progressed."""
 PATIENT = Retry(first=0.25, most=10.0)
+LONGEST_WHY = 1000
 FINAL = ("returned", "refused", "foreign", "merged")
 
 
@@ -72,18 +84,29 @@ class SyncThreads:
         events: EventLog,
         on_mail: Callable[[], None],
         on_change: Callable[[], None],
+        retiring: bool = False,
     ) -> None:
-        """`on_mail` wakes the trainer; `on_change` wakes the agent."""
+        """`on_mail` wakes the trainer; `on_change` wakes the agent.
+
+        With `retiring` the trainer is told that the end has come: it trains no more, and what it
+        holds is asked for.
+        """
         self.mailbox, self.region, self.epoch = mailbox, region, joined.epoch
         self.news: News = joined
         self.trouble: DilocoError | None = None
         """What only a person can fix, or `FencedError`."""
         self.up_to_date = threading.Event()
         """Set once every image is as new as the server's was when we joined."""
-        self.closed = threading.Event()
+        self.closed, self.retiring = threading.Event(), retiring
         self.trainer: Idle | Reporting = Idle()
         """What the agent knows of the trainer; the agent sets it."""
         self.restarts = 0
+        self.follows = 0
+        """Number of the terms that the trainer works under; the agent sets it."""
+        self.remark = ""
+        """What else people should know of the region; the agent sets it."""
+        self.terms = mailbox.terms()
+        """The newest amendments that are on our disk."""
         self._connect, self._options, self._events = connect, options, events
         self._on_mail, self._on_change = on_mail, on_change
         self._wakeups = {name: Wakeup() for name in ("heartbeat", "upload", "download")}
@@ -93,7 +116,9 @@ class SyncThreads:
         self._frames: dict[int, tuple[Stamp, PostedFrame]] = {}
         self._fates: dict[int, Fate] = {}
         self._written = ""
+        self._lanes: object = None
         self._lost: dict[str, float] = {}
+        self._beats = itertools.count(1)
 
     def start(self) -> None:
         self.take(self.news)
@@ -132,24 +157,43 @@ class SyncThreads:
         from a server that was restored from a copy; others were overtaken on another connection.
         """
         with self._lock:
-            overtaken = known <= news.n < self.news.n
-            if self.closed.is_set() or overtaken:
+            if self.closed.is_set():
                 return
+            if known <= news.n < self.news.n:
+                # Overtaken, but for what only answers to heartbeats say.
+                news = self.news.model_copy(update={"until": news.until})
+            if news.until is None:
+                news = news.model_copy(update={"until": self.news.until})
             self.news = news
-            text = news.model_dump_json(include=set(News.model_fields) - {"fates"})
-            changed = text != self._written
+            text = news.model_dump_json(include=set(News.model_fields) - {"fates", "lanes"})
+            changed = self._granted(news.lanes) | (text != self._written)
             if changed:
-                self.mailbox.write_calls(news)
+                told = news.model_copy(update={"end": True}) if self.retiring else news
+                self.mailbox.write_calls(told)
                 self._written = text
             for number, decided in news.fates.items():
                 fate = Fate(decided.digest, decided.fate, decided.why)
                 changed |= self._decided(number, fate)
             self._forget_lost(news)
             changed |= self._images.doubt(news.mend)  # Or raises: see `_repeat`.
+        if news.terms > self.terms.terms:
+            self._wakeups["heartbeat"].wake()
         if changed:
             self._on_mail()
             self._wakeups["download"].wake()
             self._on_change()
+
+    def _granted(self, lanes: LaneAssignment | None) -> bool:
+        """Keeps what the trainer is to read, unless it knows; positions only say where to begin."""
+        if lanes is None:
+            return False
+        grants = {lane: grant for lane, (grant, _) in lanes.lanes.items()}
+        known = (lanes.order, lanes.count, grants, lanes.asked)
+        if known == self._lanes:
+            return False
+        self.mailbox.write_lanes(lanes)
+        self._lanes = known
+        return True
 
     def _forget_lost(self, news: News) -> None:
         """Sends again what the server accepted and no longer knows of: it was restored.
@@ -175,13 +219,23 @@ class SyncThreads:
         fields = dict(progress)
         if isinstance(self.trainer, Idle):
             fields |= {"training": False, "why": self.trainer.why}
+            told = self.news.lanes
+            # An earlier trainer may have read another text than we have joined with.
+            if told and progress.reading and progress.reading.order.digest != told.order:
+                fields["reading"] = None
+        if self.remark:
+            fields["why"] = "; ".join(filter(None, (fields["why"], self.remark)))[:LONGEST_WHY]
         return Heartbeat(
             **fields,
             restarts=self.restarts,
+            terms=self.follows,
             images=dict(self._images.holds),
             mended=self._images.mended,
             epoch=self.epoch,
+            n=next(self._beats),
+            until=self.news.until,
             stopping=stopping,
+            retiring=self.retiring,
         )
 
     # The threads
@@ -225,10 +279,20 @@ class SyncThreads:
     def _heartbeat(self, client: Client) -> None:
         known = self.news.n
         self.take(client.heartbeat(self.region, self.report()), known=known)
+        if self.news.terms > self.terms.terms:
+            self._learn_terms(client)
         self.closed.wait(SHORTEST_GAP)
         wakeup = self._wakeups["heartbeat"]
         if wakeup.wait(self.news.lease_seconds / 4):
             wakeup.clear()
+
+    def _learn_terms(self, client: Client) -> None:
+        """Makes the newest amendments durable, then known to the agent."""
+        terms = terms_of(client.run())
+        self.mailbox.write_terms(terms)
+        reach("terms.heard")
+        self.terms = terms
+        self._on_change()
 
     def _calls(self, client: Client) -> None:
         news = client.calls(self.region, after=self.news.n, epoch=self.epoch)
@@ -247,7 +311,8 @@ class SyncThreads:
                 self.mailbox.outbox_file(posted.fragment),
                 epoch=self.epoch,
             )
-            fate = Fate(posted.digest, answer.fate, answer.why)
+            forgotten = answer.fate == "foreign" and not answer.merged
+            fate = Fate(posted.digest, answer.fate, answer.why, forgotten)
             with self._lock:
                 matters = self._decided(posted.fragment, fate)
             if matters:
@@ -336,3 +401,7 @@ class SyncThreads:
     def away(self) -> bool:
         """Whether something did not work when last tried."""
         return bool(self._lost)
+
+
+def terms_of(about: Run) -> Amendments:
+    return Amendments(terms=len(about.amendments), amendments=about.amendments)

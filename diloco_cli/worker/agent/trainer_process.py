@@ -17,11 +17,12 @@ import select
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from diloco_cli.system.process_end import LastWords, last_words
 from diloco_cli.system.wakeup import write_wakeup
+from diloco_cli.wire.messages import TrainerProgress
 from diloco_cli.worker.handover import HandoverRecord
 from diloco_cli.worker.mailbox import Mailbox
 
@@ -38,14 +39,21 @@ class TrainerProcess:
         *,
         on_output: Callable[[bytes], None],
         on_end: Callable[[], None],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment` replaces our own."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with open(log, "ab") as output:
             self._log_start = output.tell()
             # In our own process group, so that a signal to the group ends the trainer too.
             self._child = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, bufsize=0
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                bufsize=0,
+                env=environment,
             )
         assert self._child.stdin and self._child.stdout
         self._input = self._child.stdin.fileno()
@@ -112,15 +120,17 @@ class InheritedTrainer:
         fifos: tuple[int, int],
         log: Path,
         *,
+        ours: bool,
         on_output: Callable[[bytes], None],
         on_end: Callable[[], None],
     ) -> None:
+        """A program that is not `ours` is a trainer only while it holds the lock."""
         self.pid = pid
         self.code: int | None = None
         self._mailbox, self._log = mailbox, log
         self._log_start = log.stat().st_size if log.exists() else 0
         self._input, self._output = fifos
-        self._process = _open_process(pid)
+        self._process = open_process(pid) if ours else None
         self._on_output, self._on_end = on_output, on_end
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._listen, name="trainer", daemon=True)
@@ -177,6 +187,7 @@ def take_over(
     record: HandoverRecord,
     log: Path,
     *,
+    ours: bool = True,
     on_output: Callable[[bytes], None],
     on_end: Callable[[], None],
 ) -> InheritedTrainer | None:
@@ -184,11 +195,11 @@ def take_over(
     pid = mailbox.trainer_lock_holder()
     if pid is None:
         return None
-    fifos = _open_fifos(mailbox) if record.run and record.names(mailbox, pid) else None
+    fifos = open_fifos(mailbox) if record.run and record.names(mailbox, pid) else None
     if fifos is None:
         end_trainer(mailbox, signal.SIGTERM)
         return None
-    return InheritedTrainer(mailbox, pid, fifos, log, on_output=on_output, on_end=on_end)
+    return InheritedTrainer(mailbox, pid, fifos, log, ours=ours, on_output=on_output, on_end=on_end)
 
 
 def end_trainer(mailbox: Mailbox, number: signal.Signals = signal.SIGKILL) -> None:
@@ -196,7 +207,7 @@ def end_trainer(mailbox: Mailbox, number: signal.Signals = signal.SIGKILL) -> No
     if (pid := mailbox.trainer_lock_holder()) is None:
         return
     with contextlib.suppress(OSError):
-        handle = _open_process(pid)
+        handle = open_process(pid)
         # It may have ended since, and its pid may be another process's by now.
         if mailbox.trainer_lock_holder() == pid:
             _signal(handle, pid, number)
@@ -204,7 +215,7 @@ def end_trainer(mailbox: Mailbox, number: signal.Signals = signal.SIGKILL) -> No
             os.close(handle)
 
 
-def _open_fifos(mailbox: Mailbox) -> tuple[int, int] | None:
+def open_fifos(mailbox: Mailbox) -> tuple[int, int] | None:
     """Opens the way to a trainer and back; None if it does not listen."""
     output = None
     try:
@@ -217,7 +228,7 @@ def _open_fifos(mailbox: Mailbox) -> tuple[int, int] | None:
         return None
 
 
-def _open_process(pid: int) -> int | None:
+def open_process(pid: int) -> int | None:
     """A handle that stays with this process when its pid is given to another."""
     if not hasattr(os, "pidfd_open"):
         return None
@@ -232,3 +243,17 @@ def _signal(handle: int | None, pid: int, number: signal.Signals) -> None:
             os.kill(pid, number)
         else:
             signal.pidfd_send_signal(handle, number)
+
+
+def how_far(progress: TrainerProgress) -> str:
+    """Says in one line what a trainer reports of itself."""
+    loss, speed = progress.loss, progress.tokens_per_second
+    return ", ".join(
+        (
+            f"step {progress.step}",
+            f"loss {loss:.3f}" if loss is not None else "no loss yet",
+            f"{speed:.0f} tokens/s" if speed else "no pace yet",
+            f"versions {[fragment.version for fragment in progress.fragments]}",
+            progress.why or "training",
+        )
+    )

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from diloco_cli.wire.chunks import CHUNK, span_of
+from diloco_cli.wire.chunks import CHUNK
 from diloco_cli.wire.codecs import Codec, NotFinite, codecs
 from diloco_cli.wire.codecs.block import SCALE_FLOOR, Int4, Int8, Uniform, largest_scale
 from diloco_cli.wire.frame import Header, pack_bodies
@@ -34,45 +34,97 @@ def packable(codec: object) -> TypeGuard[Packable]:
     return isinstance(codec, Packable)
 
 
+class Encoded(NamedTuple):
+    """The chunks of a frame on the device, begun and perhaps not there yet."""
+
+    whole: jax.Array
+    """Bodies of the chunks that are full, one a row."""
+    rest: jax.Array
+    """Body of the last one; empty if that is full."""
+    wrong: jax.Array
+    """Place of the first NaN or infinity, or −1."""
+    value: jax.Array
+    """What stands there."""
+
+
 def pack_on_device(header: Header, values: jax.Array, *, level: int = 1) -> bytes:
     """Writes the frame that `pack` writes; only packed codes leave the device.
 
     Raises NotFinite where a value is NaN or infinite.
     """
     codec = codecs.build(header.codec)
-    spans = [span_of(place, header.size) for place in range(-(-header.size // CHUNK))]
-    # All chunks are under way before the first one is waited for.
-    begun = [body_of(codec, values[span]) for span in spans]
-    for span, (_, index) in zip(spans, begun, strict=True):
-        if int(index) >= 0:
-            place = span.start + int(index)
-            raise NotFinite(float(values[place]), place)
-    return pack_bodies(header, [np.asarray(body).data for body, _ in begun], level=level)
+    return pack_encoded(header, _encoder(codec)(values, last_blocks(codec, values.size)), level)
 
 
-def body_of(codec: Codec, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Encodes a vector; gives its body and the place of the first NaN or infinity, or −1."""
-    if not packable(codec):
-        raise ValueError(f"{codec} is written on the host alone")
-    last = values.size - (-(-values.size // codec.block) - 1) * codec.block
-    return _compiled(codec)(values, np.float32(last))
+def pack_encoded(header: Header, encoded: Encoded, level: int = 1) -> bytes:
+    """Writes a frame of what `encode` began; waits for it."""
+    whole, rest = np.asarray(encoded.whole), np.asarray(encoded.rest)
+    if (place := int(encoded.wrong)) >= 0:
+        raise NotFinite(float(encoded.value), place)
+    bodies = [row.data for row in whole] + ([rest.data] if rest.size else [])
+    return pack_bodies(header, bodies, level=level)
+
+
+def encode(codec: Codec, values: jax.Array, lasts: jax.Array) -> Encoded:
+    """Encodes a vector in chunks; to be traced. `lasts` is what `last_blocks` gives."""
+    write = partial(_body, _known(codec))
+    whole = values.size // CHUNK * CHUNK
+    bodies, wrongs = jax.vmap(write, (0, None))(values[:whole].reshape(-1, CHUNK), lasts[0])
+    rest, wrong = (
+        write(values[whole:], lasts[1])
+        if whole < values.size
+        else (jnp.zeros(0, jnp.uint8), jnp.int32(-1))
+    )
+    found = jnp.append(wrongs, wrong).astype(jnp.int32)
+    places = jnp.where(found >= 0, found + jnp.arange(found.size) * CHUNK, values.size)
+    first = jnp.min(places)
+    return Encoded(
+        bodies,
+        rest,
+        jnp.where(first < values.size, first, -1),
+        jax.lax.dynamic_index_in_dim(values, jnp.minimum(first, values.size - 1), keepdims=False),
+    )
+
+
+def last_blocks(codec: Codec, size: int) -> np.ndarray:
+    """How many values are in the last block of a full chunk, and of the last chunk."""
+    block = _known(codec).block
+    return np.array([_last_block(length, block) for length in (CHUNK, size % CHUNK)])
+
+
+def _last_block(length: int, block: int) -> np.float32:
+    return np.float32(length - (-(-length // block) - 1) * block)
 
 
 @cache
-def _compiled(codec: Packable) -> Callable[..., Any]:
-    writers = {Int8: _int8, Int4: _int4, Uniform: _uniform}
-    return jax.jit(partial(_body, codec, writers[type(codec)]))
+def _encoder(codec: Codec) -> Callable[[jax.Array, np.ndarray], Encoded]:
+    return jax.jit(partial(encode, codec))
 
 
-def _body(
-    codec: Packable, write: Callable[..., Any], values: jax.Array, last: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def body_of(codec: Codec, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Encodes one chunk; gives its body and the place of the first NaN or infinity, or −1."""
+    known = _known(codec)
+    return _chunk(known)(values, _last_block(values.size, known.block))
+
+
+def _known(codec: Codec) -> Packable:
+    if not packable(codec):
+        raise ValueError(f"{codec} is written on the host alone")
+    return codec
+
+
+@cache
+def _chunk(codec: Packable) -> Callable[..., Any]:
+    return jax.jit(partial(_body, codec))
+
+
+def _body(codec: Packable, values: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
     rows = -(-values.size // codec.block)
     padded = jnp.pad(values, (0, rows * codec.block - values.size))
     magnitudes = lax.bitcast_convert_type(padded, jnp.int32) & 0x7FFFFFFF
     blocks = padded.reshape(rows, codec.block)
     largest = _float(jnp.max(magnitudes.reshape(rows, codec.block), axis=1))
-    codes, bits = write(codec, blocks, largest, last)
+    codes, bits = WRITERS[type(codec)](codec, blocks, largest, last)
     scales = jnp.concatenate([bits & 255, bits >> 8]).astype(jnp.uint8)
     body = jnp.concatenate([codes.reshape(-1)[: _code_bytes(codec, values.size)], scales])
     wrong = magnitudes >= INFINITY
@@ -127,3 +179,10 @@ def _nibbles(codes: jax.Array) -> jax.Array:
 
 def _float(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits.astype(jnp.int32), jnp.float32)
+
+
+WRITERS: dict[type, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    Int8: _int8,
+    Int4: _int4,
+    Uniform: _uniform,
+}

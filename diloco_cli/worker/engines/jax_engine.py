@@ -1,44 +1,75 @@
 """The engine in JAX: one jitted, donated function from weights and tokens to weights.
 
-    step = make_step(model, inner, horizon=2_000)
+    step = make_step(model, inner, RatePlan.of(inner, 2_000))
     engine = step.engine()
     engine.load(model.init(seed), None)
     loss = engine.step(tokens)
 
 Donation means that the arrays given to a step are gone after it: keep nothing that
-points into them. On a CPU numpy and JAX would share memory wherever they can, so
-everything that enters or leaves the device through this module is copied.
+points into them. On several devices the shardings of everything that a step takes and
+gives are said, so that it is compiled once and nothing of it moves in between.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from diloco_cli.core.fragments import Fragment, Piece
-from diloco_cli.errors import SpecError, StoreError
-from diloco_cli.models import LossFn, Model
+from diloco_cli.core.fragments import Fragment, Tensor
+from diloco_cli.core.unmerged_work import Mix
+from diloco_cli.errors import SpecError
+from diloco_cli.models import (
+    PLAIN,
+    Described,
+    LossFn,
+    LossForm,
+    Model,
+    Partitioned,
+    parameters,
+)
 from diloco_cli.spec.schema import InnerSpec
-from diloco_cli.worker.engines.optimizers import optimizers, schedules
-from diloco_cli.worker.engines.protocol import Arrays, EngineSnapshot
-
-Params = dict[str, jax.Array]
-State = Any
-"""What the inner optimiser remembers; a tree of arrays only optax can read."""
+from diloco_cli.worker.engines.devices import devices_of, memory_in_use, peak_of
+from diloco_cli.worker.engines.exchange import exchange_of
+from diloco_cli.worker.engines.learning_rate import RatePlan
+from diloco_cli.worker.engines.optimizers import MovesMatrices, optimizers
+from diloco_cli.worker.engines.orbax_folder import SavedOptimizer
+from diloco_cli.worker.engines.placement import (
+    ONE_PROCESS,
+    ROWS,
+    Params,
+    Placement,
+    State,
+    ValueTransfer,
+    place_model,
+)
+from diloco_cli.worker.engines.protocol import (
+    Arrays,
+    EngineSnapshot,
+    HeldWork,
+    ShardedFolder,
+    StepCost,
+    Vector,
+)
 
 
 @dataclass(frozen=True)
 class JaxStep:
     """An inner step, compiled on first use; its arguments `params` and `state` are given up."""
+
+    placement: Placement
+    """Where the weights lie that it takes and gives."""
+
+    cost: StepCost
 
     init_state: Callable[[Params], State]
     step: Callable[[Params, State, np.ndarray], tuple[Params, State, jax.Array]]
@@ -54,46 +85,130 @@ class JaxStep:
     """The model's loss without penalties; gives nothing up."""
 
     def evaluate(self, params: Mapping[str, Any], batches: Iterable[np.ndarray]) -> float:
-        """Measures the mean loss in nats per token; weights may be on the device or in numpy."""
-        results = [self.loss(dict(params), tokens) for tokens in batches]
+        """Measures the mean loss in nats per token; the weights are where `placement` puts them."""
+        put = self.placement.place_batch
+        results = [self.loss(dict(params), put(tokens)) for tokens in batches]
         tokens = sum(int(count) for _, count in results)
         return sum(float(loss) * int(count) for loss, count in results) / tokens
+
+    def state_fits(self, saved: Mapping[str, np.ndarray]) -> bool:
+        """Says whether a saved state is one of this optimiser."""
+        return self.placement.fits(self._state_like(), saved)
+
+    def restore_state(self, saved: Mapping[str, np.ndarray] | None) -> State:
+        """Rebuilds the state that `placement.flatten` took apart, bit for bit.
+
+        None stands for a state that another process sends.
+        """
+        return self.placement.restore(self._state_like(), saved)
+
+    def _state_like(self) -> State:
+        return jax.eval_shape(self.init_state, self.placement.like())
+
+    def read_state(self, params: Params, saved: SavedOptimizer) -> State | None:
+        """Reads a state to where it belongs; None if other arrays were saved than it has here."""
+        like = jax.eval_shape(self.init_state, params)
+        found = saved.restore(self.placement.spread_out(like))
+        return None if found is None else self.placement.put_together(like, found)
+
+    def compile(self, inner: InnerSpec) -> Any:
+        """Compiles the step and gives what XLA knows of it; allocates nothing."""
+        weights = self.placement.like()
+        tokens = jax.ShapeDtypeStruct((inner.batch, inner.sequence + 1), jnp.int32)
+        state = jax.eval_shape(self.init_state, weights)
+        return cast(Any, self.step).lower(weights, state, tokens).compile()
 
     def engine(self) -> JaxEngine:
         return JaxEngine(self)
 
 
 class JaxEngine:
-    """One region's weights and optimiser state on the default device; see `Engine`."""
+    """One region's weights and optimiser state on its devices; see `Engine`."""
 
     def __init__(self, compiled: JaxStep) -> None:
-        self._compiled = compiled
+        self._compiled, self._placement = compiled, compiled.placement
+        self._exchange = exchange_of(compiled.placement)
         self.params: Params = {}
         self.state: State = None
+        self._next = 0
+        """Where the next step is in the learning-rate schedule, if this one counts."""
 
-    def load(self, params: Arrays, optimizer: Arrays | None) -> None:
-        self.params = place(params)
+    def load(self, params: Arrays, optimizer: Arrays | None) -> bool:
+        if isinstance(optimizer, SavedOptimizer):
+            self.params = self._placement.place(params)
+            state = self._compiled.read_state(self.params, optimizer)
+            if state is not None:
+                self.state, self._next = state, place_of(state)
+                return True
+        fits = bool(optimizer) and self._compiled.state_fits(optimizer or {})
+        self.begin(params, optimizer, restore=fits)
+        return fits
+
+    def begin(self, params: Arrays | None, optimizer: Arrays | None, *, restore: bool) -> None:
+        """Goes on from these; None stands for what another process sends."""
+        self.params = self._placement.place(params)
         self.state = (
-            restore_state(self._compiled, self.params, optimizer)
-            if optimizer
+            self._compiled.restore_state(optimizer)
+            if restore
             else self._compiled.init_state(self.params)
         )
+        self._next = place_of(self.state)
+
+    def place(self, place: int) -> None:
+        if place != self._next:
+            self.state, self._next = at_place(self.state, place), place
 
     def step(self, tokens: np.ndarray) -> jax.Array:
-        self.params, self.state, loss = self._compiled.step(self.params, self.state, tokens)
+        params, state, loss = self._compiled.step(self.params, self.state, tokens)
+        self.moved(params, state)
         return loss
+
+    def moved(self, params: Params, state: State) -> None:
+        """Goes on from the result of a step that was made for it."""
+        self.params, self.state = params, state
+        self._next += 1
 
     def wait(self) -> None:
         jax.block_until_ready(self.params)
 
     def read(self, fragment: Fragment) -> np.ndarray:
-        return fragment_vector(self.params, fragment)
+        return self._placement.read(self.params, fragment)
 
     def write(self, fragment: Fragment, values: np.ndarray) -> None:
-        self.params = replace_fragment(self.params, fragment, values)
+        self.params = self._placement.write(self.params, fragment, values)
+
+    def keep(self, fragment: Fragment, values: np.ndarray) -> Vector:
+        return self._exchange.keep(fragment, values)
+
+    def held(self, fragment: Fragment, anchor: Vector, codec: Mapping[str, Any]) -> HeldWork:
+        return self._exchange.held(self.params, fragment, anchor, codec)
+
+    def adopt(
+        self, fragment: Fragment, anchor: Vector, new: Vector, mix: Mix, frame: Vector | None
+    ) -> None:
+        self.params = self._exchange.adopt(self.params, fragment, anchor, new, mix, frame)
 
     def snapshot(self) -> EngineSnapshot:
-        return EngineSnapshot(fetch(self.params), flatten_state(self.state))
+        placement = self._placement
+        return EngineSnapshot(
+            placement.fetch(self.params), placement.flatten(self.state), place_of(self.state)
+        )
+
+    def place_now(self) -> int:
+        return place_of(self.state)
+
+    def save(
+        self,
+        folder: ShardedFolder,
+        notes: Mapping[str, Any],
+        anchors: Iterable[tuple[Fragment, Vector]],
+    ) -> None:
+        held = [
+            self._exchange.held_values(self.params, fragment, anchor)
+            for fragment, anchor in anchors
+        ]
+        arrays, parts = self._placement.named(self.state)
+        folder.save(notes, held, arrays, parts)
 
     def reset_optimizer(self) -> None:
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -102,53 +217,156 @@ class JaxEngine:
         self.state = jax.tree.map(choose, self._compiled.init_state(self.params), self.state)
 
     def evaluate(self, params: Arrays, batches: Iterable[np.ndarray]) -> float:
-        return self._compiled.evaluate(place(params), batches)
+        return self._compiled.evaluate(self._placement.place(params), batches)
+
+    def start_trace(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.wait()
+        jax.profiler.start_trace(folder)
+
+    def stop_trace(self) -> None:
+        self.wait()
+        jax.profiler.stop_trace()
+
+    def memory(self) -> int | None:
+        here = jax.local_devices()  # Those of other hosts do not tell us.
+        return memory_in_use([each for each in devices_of(self._placement.mesh) if each in here])
 
 
-def make_step(model: Model, inner: InnerSpec, *, horizon: int) -> JaxStep:
-    """Builds the step a region repeats; `horizon` is how many it will make, about."""
+def make_step(
+    model: Model,
+    inner: InnerSpec,
+    rate: RatePlan,
+    *,
+    mesh: Mesh | None = None,
+    separator: int | None = None,
+    transfer: ValueTransfer = ONE_PROCESS,
+) -> JaxStep:
+    """Builds the step a region repeats, on one device or on a mesh.
+
+    Documents that end with `separator`, if one is given, are kept apart.
+    """
     if inner.batch % inner.accumulate:
         raise SpecError(
             f"inner.batch is {inner.batch}, which does not part into {inner.accumulate} "
             "equal micro-batches.",
             hint="Set `inner.accumulate` to a divisor of `inner.batch`.",
         )
-    optimizer = inner_optimizer(model, inner, horizon)
-    gradient = _gradient(model.loss_fn(), inner.accumulate)
+    form = form_of(model, inner, mesh, separator)
+    placement = place_model(model, stacked=form.remat == "block", mesh=mesh, transfer=transfer)
+    optimizer = inner_optimizer(placement, inner, rate)
+    gradient = _gradient(model.loss_fn(form=form), inner.accumulate, form)
 
     def move(
         params: Params, state: State, loss: jax.Array, slope: Params
     ) -> tuple[Params, State, jax.Array]:
-        updates, moved = optimizer.update(slope, state, params)
         # A step that is not finite changes nothing, so that one poisoned batch does not
-        # undo a run; the loss it returns tells.
+        # undo a run; the loss it returns tells. A condition rather than a choice between old
+        # and new: with both at hand XLA would keep a copy of the optimiser's averages.
         sound = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(slope))
-        keep = partial(jax.tree.map, lambda new, old: jnp.where(sound, new, old))
-        loss = jnp.where(sound, loss, jnp.nan)
-        return keep(optax.apply_updates(params, updates), params), keep(moved, state), loss
+
+        def advance() -> tuple[Params, State]:
+            updates, moved = optimizer.update(slope, state, params)
+            return cast(Params, optax.apply_updates(params, updates)), moved
+
+        new, moved = jax.lax.cond(sound, advance, lambda: (params, state))
+        return new, moved, jnp.where(sound, loss, jnp.nan)
 
     def step(params: Params, state: State, tokens: jax.Array) -> tuple[Params, State, jax.Array]:
         return move(params, state, *gradient(params, tokens))
 
+    jit = partial(
+        _jit, placement, placement.of_state(jax.eval_shape(optimizer.init, placement.like()))
+    )
     return JaxStep(
-        init_state=jax.jit(optimizer.init),
-        step=jax.jit(step, donate_argnums=(0, 1)),
-        gradient=jax.jit(gradient),
-        move=jax.jit(move, donate_argnums=(0, 1)),
-        loss=jax.jit(model.loss_fn(penalties=False)),
+        placement=placement,
+        cost=cost_of(model, inner, devices_of(mesh)),
+        init_state=jit(optimizer.init, "params", "state"),
+        step=jit(step, "params state rows", "params state scalar", donate=(0, 1)),
+        gradient=jit(gradient, "params rows", "scalar params"),
+        move=jit(move, "params state scalar params", "params state scalar", donate=(0, 1)),
+        loss=jax.jit(model.loss_fn(penalties=False, form=form)),
     )
 
 
-def inner_optimizer(model: Model, inner: InnerSpec, horizon: int) -> optax.GradientTransformation:
+def form_of(
+    model: Model, inner: InnerSpec, mesh: Mesh | None, separator: int | None = None
+) -> LossForm:
+    """Says how the model's loss is computed in this region."""
+    form = LossForm(inner.compute, inner.remat, inner.loss_chunks, inner.attention, mesh, separator)
+    if not isinstance(model, Partitioned) and replace(form, mesh=None) != PLAIN:
+        raise SpecError(
+            f"{type(model).__name__} computes its loss in one way only, so `inner.compute`, "
+            "`remat`, `loss_chunks`, `attention` and `data.mask` have no effect.",
+            hint="Remove these keys, or choose another model.",
+        )
+    return form
+
+
+def cost_of(model: Model, inner: InnerSpec, devices: Sequence[Any]) -> StepCost:
+    """Counts the operations of a step; a model that does not say has six a weight and token."""
+    batch, sequence = inner.batch, inner.sequence
+    counted = isinstance(model, Described)
+    flops = (
+        model.step_flops(batch, sequence) if counted else 6.0 * parameters(model) * batch * sequence
+    )
+    return StepCost(flops, len(devices), peak_of(devices))
+
+
+def _jit(
+    placement: Placement,
+    state: State,
+    function: Callable[..., Any],
+    takes: str,
+    gives: str,
+    *,
+    donate: tuple[int, ...] = (),
+) -> Any:
+    """Compiles a function whose arguments and results lie where they belong."""
+    if placement.mesh is None:
+        return jax.jit(function, donate_argnums=donate)
+    places = {
+        "params": placement.shardings,
+        "state": state,
+        "rows": placement.rows,
+        "scalar": placement.everywhere,
+    }
+    inward, outward = ([places[word] for word in words.split()] for words in (takes, gives))
+    return jax.jit(
+        function,
+        donate_argnums=donate,
+        in_shardings=tuple(inward),
+        out_shardings=tuple(outward) if len(outward) > 1 else outward[0],
+    )
+
+
+def inner_optimizer(
+    placement: Placement, inner: InnerSpec, rate: RatePlan
+) -> optax.GradientTransformation:
     """Clips, then moves; only matrices decay."""
     chosen = optimizers.build(inner.optimizer)
-    rate = schedules.build(inner.schedule).build(chosen.lr, max(1, horizon))
-    matrices = {tensor.name: len(tensor.shape) > 1 for tensor in model.tensors()}
-    return optax.chain(optax.clip_by_global_norm(inner.clip), chosen.build(rate, matrices))
+    # A stack of norms has two axes and is no matrix.
+    matrices = {array: len(members[0].shape) > 1 for array, members in placement.members.items()}
+    if isinstance(chosen, MovesMatrices):
+        move = chosen.build_by_matrix(rate.build(), hidden_matrices(placement))
+    else:
+        move = chosen.build(rate.build(), matrices)
+    return optax.chain(optax.clip_by_global_norm(inner.clip), move)
+
+
+def hidden_matrices(placement: Placement) -> dict[str, tuple[int, int] | None]:
+    """By array: the two axes of its matrices; None for embeddings, norms and the like."""
+
+    def axes(array: str, tensor: Tensor) -> tuple[int, int] | None:
+        if tensor.embedding or len(tensor.shape) != 2:
+            return None
+        return (1, 2) if array in placement.stacks else (0, 1)
+
+    return {array: axes(array, members[0]) for array, members in placement.members.items()}
 
 
 def _gradient(
-    loss_fn: LossFn, parts: int
+    loss_fn: LossFn, parts: int, form: LossForm
 ) -> Callable[[Params, jax.Array], tuple[jax.Array, Params]]:
     """Gives loss and gradient; in several parts it needs the memory of one."""
 
@@ -158,90 +376,46 @@ def _gradient(
 
     def in_parts(params: Params, tokens: jax.Array) -> tuple[jax.Array, Params]:
         def add(sums: Any, part: jax.Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, whole(params, part)), None
+            (loss, count), slope = jax.value_and_grad(loss_fn, has_aux=True)(params, part)
+            if form.separator is not None:
+                # Parts predict different numbers of tokens, and every token counts the same.
+                share = parts * count / jnp.sum(tokens[:, :-1] != form.separator)
+                loss, slope = jax.tree.map(lambda values: values * share, (loss, slope))
+            return jax.tree.map(jnp.add, sums, (loss, slope)), None
 
         nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        sums, _ = jax.lax.scan(add, nothing, tokens.reshape(parts, -1, tokens.shape[1]))
+        batches = tokens.reshape(parts, -1, tokens.shape[1])
+        if form.mesh is not None:  # Every device has a share of each part.
+            dealt = NamedSharding(form.mesh, PartitionSpec(None, *ROWS))
+            batches = jax.lax.with_sharding_constraint(batches, dealt)
+        sums, _ = jax.lax.scan(add, nothing, batches)
         return jax.tree.map(lambda total: total / parts, sums)
 
     return whole if parts == 1 else in_parts
 
 
-def place(params: Mapping[str, np.ndarray]) -> Params:
-    """Copies weights to the device."""
-    return {name: _copied(values) for name, values in params.items()}
+def _is_schedule(node: Any) -> TypeGuard[optax.ScaleByScheduleState]:
+    return isinstance(node, optax.ScaleByScheduleState)
 
 
-def _copied(values: np.ndarray) -> jax.Array:
-    # JAX only queues the copy, and would copy whatever the array holds by then.
-    return jnp.array(values, jnp.float32, copy=True).block_until_ready()
+def place_of(state: State) -> int:
+    """Where the next step is in the learning-rate schedule."""
+    nodes = jax.tree.leaves(state, is_leaf=_is_schedule)
+    return next((int(np.asarray(node.count)) for node in nodes if _is_schedule(node)), 0)
 
 
-def fetch(params: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Copies arrays to the host; the copies stay as they are, whatever the next step does."""
-    for values in params.values():
-        values.copy_to_host_async()
-    return {name: np.array(values, copy=True) for name, values in params.items()}
+def at_place(state: State, place: int) -> State:
+    """The state with another place in the learning-rate schedule."""
 
+    def moved(node: Any) -> Any:
+        if not _is_schedule(node):
+            return node
+        before = cast(jax.Array, node.count)
+        value = np.asarray(place, before.dtype)  # Not put: hosts would compare their values.
+        count = jax.make_array_from_callback((), before.sharding, lambda _: value)
+        return node._replace(count=count)
 
-def fragment_vector(params: Mapping[str, jax.Array], fragment: Fragment) -> np.ndarray:
-    """Copies one fragment to the host as a vector; nothing else leaves the device."""
-    parts = [_rows(params[piece.tensor], piece) for piece in fragment.pieces]
-    for part in parts:
-        part.copy_to_host_async()
-    vector = np.empty(fragment.size, np.float32)
-    for piece, part in zip(fragment.pieces, parts, strict=True):
-        vector[piece.span] = np.asarray(part).reshape(-1)
-    return vector
-
-
-def replace_fragment(params: Params, fragment: Fragment, vector: np.ndarray) -> Params:
-    """Gives the weights with one fragment replaced; all others are the same arrays."""
-    changed = dict(params)
-    for piece in fragment.pieces:
-        rows = _copied(vector[piece.span].reshape(piece.shape))
-        old = changed[piece.tensor]
-        whole = old.shape == rows.shape
-        changed[piece.tensor] = rows if whole else _overwrite(old, rows, piece.start)
-    return changed
-
-
-def _rows(values: jax.Array, piece: Piece) -> jax.Array:
-    count = piece.stop - piece.start
-    # The start is an argument of the compiled slice, so pieces of one size share it.
-    return values if count == values.shape[0] else _slice(values, piece.start, count)
-
-
-@partial(jax.jit, static_argnames="count")
-def _slice(values: jax.Array, start: int, count: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(values, start, count)
-
-
-@jax.jit
-def _overwrite(values: jax.Array, rows: jax.Array, start: int) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(values, rows, start, axis=0)
-
-
-def flatten_state(state: State) -> dict[str, np.ndarray]:
-    """Copies an optimiser's state to the host, each array under its place in the tree."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return fetch({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
-
-
-def restore_state(step: JaxStep, params: Params, saved: Mapping[str, np.ndarray]) -> State:
-    """Rebuilds the state `flatten_state` took apart, bit for bit."""
-    like = jax.eval_shape(step.init_state, params)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
-    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-    found = {name: (values.shape, values.dtype) for name, values in saved.items()}
-    if found != {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}:
-        differing = sorted(set(wanted) ^ set(found)) or ["the shapes of its arrays"]
-        raise StoreError(
-            "The saved optimiser state does not fit the optimiser of this run: "
-            f"it differs in {differing[0]}.",
-            hint="Delete the region's checkpoint; it then restarts from the published weights.",
-        )
-    return tree.unflatten([jnp.array(saved[name], copy=True) for name in wanted])
+    return jax.tree.map(moved, state, is_leaf=_is_schedule)
 
 
 def use_compile_cache(folder: Path | None = None) -> Path | None:

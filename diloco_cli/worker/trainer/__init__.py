@@ -3,11 +3,15 @@
 loop.py               train, post when called, adopt what arrived
 task.py               what one region has to do: its model, its text, its step
 weights_and_books.py  weights, anchors and books, which only ever move together
+lanes.py              which lanes it reads, and which it hands over
 mail.py               a thread that reads images and writes frames; what came in lately
 checkpoint.py         the local checkpoint, and when the next one is due
+sharded_checkpoint.py the checkpoints of a region on many devices, each device's part apart
 resume.py             what a trainer goes on from when it starts
 progress.py           what a trainer reports of itself: pace, loss, startup times
+profiling.py          a trace of some steps, for whoever asks
 evaluation.py         the held-out loss of the published weights
+schedule_place.py     where in the learning-rate schedule is the run?
 pacing.py             when may the next inner step begin?
 parent_watch.py       which agent it answers to, and how long it goes on without one
 """

@@ -19,16 +19,20 @@ import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from diloco_cli.data import Cursor
+from diloco_cli.core.lanes import Cursor
 from diloco_cli.errors import DilocoError, StoreError
 from diloco_cli.system.files import keep_files
+
+if TYPE_CHECKING:
+    from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
 
 VERSION = 1
 SHORTEST = 2.0
@@ -37,7 +41,18 @@ SHARE = 200.0
 """Of the time, a checkpoint may take one part in so many."""
 BLOCKED_SHARE = 50.0
 """A model too large for that may still hold the training up for this part."""
+TROUBLE = (OSError, SafetensorError, DilocoError)
+"""What may go wrong with a checkpoint that costs the checkpoint, not the training."""
 HINT = "Delete the file; the region then restarts from the published weights."
+
+
+class ShardedArrays(NamedTuple):
+    """The arrays of a checkpoint that was written by many devices."""
+
+    held: list[np.ndarray]
+    """What is held of each fragment; more may follow the last value."""
+    optimizer: Mapping[str, np.ndarray]
+    """Read when it is asked for, or by an engine to its devices."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,10 @@ class Checkpoint:
     clock: int
     step: int
     meta: dict[str, Any] = field(default_factory=dict)
-    """Anything else that is plain: run, layout, tokens."""
+    """Anything else that is plain: run, layout, owner, terms."""
+
+    sharded: ShardedArrays | None = None
+    """In place of all the arrays above."""
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
@@ -68,7 +86,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
         "version": VERSION,
         "step": checkpoint.step,
         "clock": checkpoint.clock,
-        "cursor": checkpoint.cursor,
+        "cursor": checkpoint.cursor.as_record(),
         "books": checkpoint.books,
         "meta": checkpoint.meta,
         "sums": {name: zlib.crc32(values.data) for name, values in arrays.items()},
@@ -102,7 +120,7 @@ def load(path: Path) -> Checkpoint:
         opt_state=_under("optimizer/", arrays),
         anchors=[anchors[name] for name in sorted(anchors)],
         books=notes["books"],
-        cursor=notes["cursor"],
+        cursor=Cursor.of(notes["cursor"]),
         clock=notes["clock"],
         step=notes["step"],
         meta=notes["meta"],
@@ -142,24 +160,64 @@ def _check_sums(path: Path, arrays: Mapping[str, np.ndarray], sums: Mapping[str,
             )
 
 
+class CheckpointTarget(Protocol):
+    """Where checkpoints go, and how often."""
+
+    def begin(self, weights: WeightsAndBooks) -> Callable[[], None]:
+        """Copies what a checkpoint needs; gives what makes it durable, beside the training."""
+        ...
+
+    def interval(self, blocked: float, effort: float) -> float:
+        """Seconds to the next one, by what the last held the training up and cost beside it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """One file, replaced as a whole; for models that fit one host."""
+
+    path: Path
+
+    def begin(self, weights: WeightsAndBooks) -> Callable[[], None]:
+        return partial(save, self.path, weights.checkpoint())
+
+    def interval(self, blocked: float, effort: float) -> float:
+        return interval(blocked, effort)
+
+    def close(self) -> None:
+        pass
+
+
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own and remembers what they cost."""
 
-    def __init__(self, path: Path, *, wake: Callable[[], None], now: float) -> None:
-        self._path, self._wake = path, wake
+    def __init__(self, target: CheckpointTarget, *, wake: Callable[[], None], now: float) -> None:
+        self._target, self._wake = target, wake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[str] | None = None
+        self.tried = self.kept = Cursor()
+        """Of the newest checkpoint, and of the newest that is durable."""
         self._saved_at, self._blocked = now, 0.0
         self._effort = 0.0
 
-    def save(self, checkpoint: Checkpoint, *, began: float, now: float) -> None:
-        """Writes a checkpoint beside the training, which it has held up since `began`."""
-        self._writing = self._thread.submit(self._save, checkpoint)
+    def save(self, weights: WeightsAndBooks) -> None:
+        """Begins a checkpoint; the training waits until it is copied, not until it is written."""
+        began = time.monotonic()
+        self.tried = weights.cursor
+        try:
+            finish = self._target.begin(weights)
+        except TROUBLE as error:
+            finish = partial(_raise, error)
+        self._writing = self._thread.submit(self._finish, finish, weights.cursor)
         self._writing.add_done_callback(lambda _: self._wake())
-        self._saved_at, self._blocked = now, now - began
+        self._saved_at = time.monotonic()
+        self._blocked = self._saved_at - began
 
     def is_due(self, *, now: float) -> bool:
-        return now >= self._saved_at + interval(self._blocked, self._effort) and not self._busy
+        pause = self._target.interval(self._blocked, self._effort)
+        return now >= self._saved_at + pause and not self.busy
 
     def wait(self) -> str:
         """Waits for the checkpoint being written; says what went wrong with it, if anything."""
@@ -168,24 +226,30 @@ class CheckpointWriter:
 
     def trouble(self) -> str:
         """Says what went wrong with the last checkpoint, once, without waiting for one."""
-        return "" if self._busy else self.wait()
+        return "" if self.busy else self.wait()
 
     def close(self) -> None:
         self._thread.shutdown()
+        self._target.close()
 
     @property
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
         return self._writing is not None and not self._writing.done()
 
-    def _save(self, checkpoint: Checkpoint) -> str:
+    def _finish(self, finish: Callable[[], None], cursor: Cursor) -> str:
         began = time.thread_time()
         try:
-            save(self._path, checkpoint)
-        except (OSError, SafetensorError, DilocoError) as error:
+            finish()
+            self.kept = cursor
+        except TROUBLE as error:
             return f"the checkpoint could not be written: {error}"
         finally:
             self._effort = time.thread_time() - began
         return ""
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def interval(blocked: float, effort: float) -> float:

@@ -5,7 +5,13 @@ At every step boundary, in this order:
     what became of the frames in flight   returned, refused, foreign
     newer images                          adopted; what they merged leaves `held`
     open calls                            answered with all of `held`, one frame per fragment
-    one inner step                        unless the end has come or `overlap: 0` waits
+    lanes of the text                     taken up and given up, as the server says
+    one inner step                        unless the end has come, `overlap: 0` waits, there is
+                                          nothing to read, or the region has trained its part of
+                                          the budget
+
+`OuterLoop` does all of that but the inner step: whoever owns the loop asks it whether to `go_on`
+and tells it what was `stepped`. `Trainer` is the built-in owner of one.
 
 With adopt replace or blend an open call is answered before adopting, because adopting
 costs the work. `WeightsAndBooks` moves books and arrays together; reading, encoding and
@@ -16,34 +22,52 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import SupportsFloat
+from typing import TYPE_CHECKING, Generic, SupportsFloat, TypeVar
+
+import numpy as np
 
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.fragments import piece_of
 from diloco_cli.core.guard import NOT_FINITE
 from diloco_cli.errors import WireError
 from diloco_cli.observe.events import EventLog
-from diloco_cli.spec.resolved import FILE as RESOLVED
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.wakeup import LAST_MOMENT, Wakeup, stop_on_signals
 from diloco_cli.wire.codecs import NotFinite
+from diloco_cli.wire.messages import News
+from diloco_cli.worker.engines.learning_rate import REWARM
 from diloco_cli.worker.handover import HandoverRecord
-from diloco_cli.worker.mailbox import TRAINER_LOCK, Fate, FolderOwner, Mailbox
-from diloco_cli.worker.trainer.checkpoint import CheckpointWriter
-from diloco_cli.worker.trainer.evaluation import HeldoutEvaluation
+from diloco_cli.worker.hosts.lead import Lead
+from diloco_cli.worker.hosts.listener import RegionTerms
+from diloco_cli.worker.hosts.other_hosts import OtherHosts
+from diloco_cli.worker.hosts.which_host import HostPlace
+from diloco_cli.worker.mailbox import FINISHED, TRAINER_LOCK, Fate, FolderOwner, Mailbox
+from diloco_cli.worker.trainer.checkpoint import CheckpointFile, CheckpointWriter
+from diloco_cli.worker.trainer.evaluation import (
+    HeldoutEvaluation,
+    MeasureWeights,
+    list_heldout,
+)
+from diloco_cli.worker.trainer.lanes import LaneFollower
 from diloco_cli.worker.trainer.mail import LOOK_SECONDS, Inbox, MailThread, OutgoingFrame
 from diloco_cli.worker.trainer.pacing import pacing_of
-from diloco_cli.worker.trainer.parent_watch import ALONE_SECONDS, ParentWatch
+from diloco_cli.worker.trainer.parent_watch import ALONE_SECONDS, ParentWatch, take_over_stdout
+from diloco_cli.worker.trainer.profiling import StepProfiler
 from diloco_cli.worker.trainer.progress import ProgressReport, StartupTimes
-from diloco_cli.worker.trainer.resume import RegionPlace, resume
-from diloco_cli.worker.trainer.task import Task, prepare, set_up
-from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
+from diloco_cli.worker.trainer.resume import RegionPlace, ResumePoint, resume
+from diloco_cli.worker.trainer.schedule_place import SchedulePlace
+from diloco_cli.worker.trainer.task import RegionTask, Task, prepare, set_up
+from diloco_cli.worker.trainer.weights_and_books import TrainedWeights, WeightsAndBooks
+
+if TYPE_CHECKING:  # It loads JAX.
+    from diloco_cli.worker.trainer.sharded_checkpoint import ShardedCheckpoints
+
+Books = TypeVar("Books", bound=WeightsAndBooks)
 
 RETRY_SECONDS = 5.0
 """Between two tries to write to a disk that refused."""
@@ -56,15 +80,21 @@ def train(
     region: str,
     folder: Path,
     *,
+    terms: int = 0,
     cores: Sequence[int] | None = None,
     alone: float = ALONE_SECONDS,
+    place: HostPlace | None = None,
+    own: str = "",
 ) -> int:
     """Trains one region until it is told to stop or the run is finished.
 
     The agent writes to our standard input when there is mail and hears of ours on our
     standard output. When our input ends the agent is gone, and unless another takes us
-    over we follow it `alone` seconds later.
+    over we follow it `alone` seconds later. In a region of several hosts `place` says that we
+    are the first, and `own` what the others must agree with.
     """
+    from diloco_cli.worker.engines.devices import out_of_memory
+
     startup = StartupTimes()
     set_up(cores)
     startup.mark()
@@ -76,7 +106,7 @@ def train(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mailbox = Mailbox(folder / "regions" / region)
-    parent = ParentWatch(wakeup, mailbox, _take_over_stdout(), alone=alone)
+    parent = ParentWatch(wakeup, mailbox, take_over_stdout(), alone=alone)
     parent.listen()
     # A trainer that was sent away may still be writing its last checkpoint.
     with mailbox.locked(TRAINER_LOCK, seconds=LAST_MOMENT + 10):
@@ -84,88 +114,117 @@ def train(
             return 0  # No agent can know of us yet, and our successor may be waiting already.
         mailbox.clear_trainer_drafts()
         identity = mailbox.identity() or FolderOwner("", 0)
-        HandoverRecord.of(sys.orig_argv, folder / RESOLVED, identity).write(mailbox)
-        task = prepare(spec, region)
+        HandoverRecord.of(sys.orig_argv, spec, region, identity).write(mailbox)
+        list_heldout(spec, region, mailbox.folder)
         events = EventLog(folder / "events.jsonl", f"{region}.trainer")
-        trainer = Trainer(task, mailbox, wakeup, tell=parent.tell, events=events, startup=startup)
-        return trainer.run()
+
+        def begin(orders: Lead | None) -> int:
+            task, trainer = prepare(spec, region, terms=terms, orders=orders), None
+            try:
+                trainer = Trainer(
+                    task, mailbox, wakeup, tell=parent.tell, events=events, startup=startup
+                )
+                return trainer.run()
+            except RuntimeError as error:
+                stepped = trainer is not None and trainer.compiled
+                if full := out_of_memory(error, region, stepped=stepped):
+                    raise full from error
+                raise
+
+        if place is None:
+            return begin(None)
+        others = OtherHosts(RegionTerms(place, spec, region, own), mailbox, wakeup, parent.tell)
+        return others.lead(begin)
 
 
-def _take_over_stdout() -> int:
-    """Keeps standard output for wake-ups to the agent; whatever libraries print goes to the log."""
-    handle = os.dup(1)
-    os.dup2(2, 1)
-    # An agent that does not read must not stop the training.
-    os.set_blocking(handle, False)
-    return handle
-
-
-class Trainer:
-    """One region's training process, without its surroundings."""
+class OuterLoop(Generic[Books]):
+    """All that one region's training process does beside its inner steps."""
 
     def __init__(
         self,
-        task: Task,
+        task: RegionTask,
         mailbox: Mailbox,
         wakeup: Wakeup,
         *,
+        begin: Callable[[ResumePoint, FolderOwner], Books],
         tell: Callable[[str], None],
         events: EventLog,
+        measure: MeasureWeights | None = None,
+        sharded: ShardedCheckpoints | None = None,
         startup: StartupTimes | None = None,
     ) -> None:
-        self.task, self.mailbox, self.wakeup = task, mailbox, wakeup
-        self.sync = task.spec.sync
-        self.inbox = Inbox(mailbox, task.layout.fragments)
+        """`begin` puts the weights of a resume point where the inner steps find them."""
         place = RegionPlace(task.region, task.layout, task.alpha, mailbox.folder)
-        start = resume(mailbox, place, task.model.tensors())
-        identity = mailbox.identity() or FolderOwner("", 0)
-        self.weights = WeightsAndBooks(task, start, run=identity.run, owner=identity.owner)
+        self.inbox = Inbox(mailbox, task.layout.fragments)
+        start = resume(mailbox, place, task.tensors, sharded and sharded.newest)
+        self.mailbox, self.wakeup = mailbox, wakeup
+        self.weights = begin(start, mailbox.identity() or FolderOwner("", 0))
+        self.task = self.weights.task
+        self.sync = task.spec.sync
         self.drafts: list[OutgoingFrame | None] = [None] * self.sync.fragments
         self.mail = MailThread(
-            mailbox, task.region, level=task.spec.wire.zstd, wake=wakeup.wake, tell=tell
+            mailbox,
+            task.region,
+            level=task.spec.wire.zstd,
+            wake=wakeup.wake,
+            tell=tell,
+            keep=self.weights.keep,
         )
         self.progress = ProgressReport(task, mailbox, events, tell=tell)
         self.averages = self.progress.averages
         before = mailbox.progress()
-        self.evaluation = HeldoutEvaluation(task, before.heldout if before else None)
+        self.evaluation = HeldoutEvaluation(self.task, before.heldout if before else None, measure)
         self.compiled = self.ended = False
         self._loss: SupportsFloat | None = None
         self.pacing = pacing_of(task, mailbox)
         self._retry_at = 0.0
+        self.profiler = StepProfiler(mailbox, self.weights.engine)
         self.checkpoints = CheckpointWriter(
-            mailbox.checkpoint, wake=wakeup.wake, now=time.monotonic()
+            sharded or CheckpointFile(mailbox.checkpoint), wake=wakeup.wake, now=time.monotonic()
         )
+        self.lanes = self._lanes_of(start)
         if start.renamed:
             # Before anything is posted: a restart must not begin the books once more.
             self._checkpoint()
             self.checkpoints.wait()
         elif before:  # A folder with a new name begins its books anew.
             self.progress.resume(before, self.weights)
-        self._resumed = start.resumed
+        if start.terms and self.weights.new_optimizer:
+            kind = self.task.optimizer
+            self.progress.note(f"the inner optimiser ({kind}) begins without averages")
+        for remark in start.remarks:
+            self.progress.note(remark)
+        self.resumed = start.resumed
         self._startup = startup or StartupTimes(time.time())
         self._startup.mark()
 
-    def run(self) -> int:
-        """Trains until there is a reason to leave."""
-        self.report()
-        try:
-            while True:
-                self.boundary()
-                if self.wakeup.stop_reason or (self.inbox.news and self.inbox.news.stop):
-                    return self._leave(self.wakeup.stop_reason or "the run was stopped")
-                if self.inbox.news and self.inbox.news.finished and self._is_up_to_date():
-                    return self._finish()
-                if why := self._waits_for():
-                    self._wait(why)
-                elif (early := self.pacing.due - time.monotonic()) > 0:
-                    self.wakeup.wait(early)  # Mail is answered meanwhile, at the next boundary.
-                else:
-                    self.inner_step()
-        finally:
-            self.close()
+    def _lanes_of(self, start: ResumePoint) -> LaneFollower | None:
+        """Who says which part of the run's text is read; None where the text is another."""
+        return None
+
+    def go_on(self) -> bool:
+        """Does all there is to do before the next inner step, and waits if it must.
+
+        False means that there is no next one: everything is in the checkpoint, leave now.
+        """
+        while True:
+            self.boundary()
+            if self.wakeup.stop_reason or (self.inbox.news and self.inbox.news.stop):
+                self.leave(self.wakeup.stop_reason or "the run was stopped")
+                return False
+            if self.inbox.news and self.inbox.news.finished and self._is_up_to_date():
+                self._finish()
+                return False
+            if why := self._waits_for():
+                self._wait(why)
+            elif (early := self.pacing.due - time.monotonic()) > 0:
+                self.wakeup.wait(early)  # Mail is answered meanwhile, at the next boundary.
+            else:
+                return True
 
     def close(self) -> None:
         """Ends the threads, once they have written what was handed to them."""
+        self.profiler.end()
         self.mail.close()
         self.checkpoints.close()
 
@@ -174,8 +233,11 @@ class Trainer:
         began = time.monotonic()
         self._exchange()
         self.averages.blocked += time.monotonic() - began
+        self._follow_lanes()
         if self.inbox.news and (self.inbox.news.end or self.inbox.news.finished):
             self._drain()
+        else:
+            self.ended = False  # Or no longer: the run was opened again.
         if self.averages.bad >= PATIENCE:
             everything = set(range(self.sync.fragments))
             self.give_up(f"the loss was not finite {self.averages.bad} times in a row", everything)
@@ -184,6 +246,10 @@ class Trainer:
         if asked and self.evaluation.is_due(self.weights.versions):
             self.evaluate()
         self._checkpoint_when_due()
+        if self.compiled and self.inbox.profile_asked and not self.profiler.is_tracing:
+            self.inbox.profile_asked = False
+            if self.profiler.begin():
+                self.averages.paused()
 
     def _exchange(self) -> None:
         """Takes in what arrived and answers what is asked."""
@@ -230,7 +296,7 @@ class Trainer:
         self.progress.trouble = f"the outbox cannot be written: {error.strerror}"
         if time.monotonic() >= self._retry_at:
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            self.drafts[number] = self.mail.post(draft.header, draft.values)
+            self.drafts[number] = self.mail.post(draft.header, draft.work)
             self.progress.note(self.progress.trouble)
 
     def _answered(self, number: int, fate: Fate) -> None:
@@ -248,7 +314,7 @@ class Trainer:
             if arrived is None or arrived.image.version < book.version:
                 continue
             if arrived.image.version == book.version:  # Only an image that was mended comes again.
-                self.weights.replace_anchor(number, arrived.image.weights)
+                self.weights.replace_anchor(number, arrived)
                 continue
             merged = self.weights.adopt(number, arrived)
             self.progress.events.note(
@@ -269,9 +335,24 @@ class Trainer:
             if self.weights.may_answer(number, version):
                 self.drafts[number] = self.mail.post(*self.weights.post(number))
 
-    def inner_step(self) -> None:
-        began = time.monotonic()
-        loss = self.weights.train()
+    def _follow_lanes(self) -> None:
+        """Takes lanes up and gives lanes up; those that are asked for are not held up for long."""
+        if self.lanes is None:
+            return
+        if moved := self.lanes.follow(self.inbox.lanes):
+            taken, released = moved
+            about = {"region": self.task.region, "step": self.weights.clock}
+            self.progress.events.note("lanes-followed", **about, taken=taken, released=released)
+            if self.lanes.owes_checkpoint and not self.compiled:
+                # Nobody should wait for our compiler.
+                self._checkpoint()
+                self._note_trouble(self.checkpoints.wait())
+            self.report()
+        elif self.lanes.has_news:
+            self.report()
+
+    def stepped(self, loss: SupportsFloat | None, tokens: float, *, began: float) -> None:
+        """Takes note of an inner step that was made and booked; its loss may not be computed."""
         # The loss of the step before: asking for this one's would leave the device idle.
         # A region that is slowed down knows how long each step took.
         last, self._loss = self._loss, loss
@@ -283,16 +364,19 @@ class Trainer:
         self.pacing.stepped(began if self.compiled else now, now)
         if not self.compiled:
             self._compiled(now)
-        self.averages.stepped(self.task.tokens, now=now)
+        self.averages.stepped(tokens, now=now)
+        if self.profiler.stepped():
+            self.averages.paused()  # Writing a trace is no part of a step.
         self.progress.why = "training"
-        if self.progress.is_due(self.weights):
+        news = self.inbox.news
+        if self.progress.is_due(self.weights, every=(news and news.every) or self.sync.every):
             self.report()
 
     def _compiled(self, now: float) -> None:
         """The first step was mostly compiling: it says nothing about the pace."""
         self.compiled = True
         self._startup.mark()
-        self.progress.began(self.weights, self._startup, resumed=self._resumed)
+        self.progress.began(self.weights, self._startup, resumed=self.resumed)
         gc.collect()
         gc.freeze()  # All of the framework: a collection that looks through it holds a step up.
         gc.enable()
@@ -300,16 +384,25 @@ class Trainer:
 
     def _waits_for(self) -> str:
         """Says what has to happen before the next inner step; empty if nothing."""
+        reading = self.lanes.waits_for(self.inbox.lanes) if self.lanes else ""
         if self.inbox.news is None:
-            return ""
+            return reading
         if self.inbox.news.finished:
             return "waiting for the final weights"
         if self.inbox.news.end:
             return "drained, waiting for the others" if self._is_drained() else self._draining()
+        if self._is_out_of_room():
+            return "waiting for the token budget: what is left of it is for other regions"
         if self.sync.overlap == 0:
             number = unmerged_work.waits_for(self.weights.books, self.inbox.news.calls)
-            return "" if number is None else f"waiting for fragment {number} (overlap 0)"
-        return ""
+            if number is not None:
+                return f"waiting for fragment {number} (overlap 0)"
+        return reading
+
+    def _is_out_of_room(self) -> bool:
+        """Says whether the region has trained as far as the server lets it."""
+        until = self.inbox.news.until if self.inbox.news else None
+        return until is not None and self.weights.trained >= until
 
     def _draining(self) -> str:
         holding = [n for n, book in enumerate(self.weights.books) if book.flight or book.held.steps]
@@ -319,12 +412,14 @@ class Trainer:
         self._catch_up()
         self.averages.paused()
         self.pacing.paused()
-        if why != self.progress.why:
+        no_room = not self.ended and self._is_out_of_room()
+        if why != self.progress.why or no_room:  # Room comes with answers to reports alone.
             self.progress.why = why
             self.report()
         began = time.monotonic()
         self.wakeup.wait(LOOK_SECONDS)
-        if not self.ended:  # At the end everybody waits for the last versions.
+        # Near the end everybody waits for the others, and at the end for the last versions.
+        if not self.ended and not no_room:
             self.averages.blocked += time.monotonic() - began
 
     def _catch_up(self) -> None:
@@ -366,7 +461,10 @@ class Trainer:
 
     def report(self) -> None:
         self.progress.report(
-            self.weights, heldout=self.evaluation.newest, drained=self._is_drained()
+            self.weights,
+            heldout=self.evaluation.newest,
+            ended=self.inbox.news.ended if self.inbox.news and self._is_drained() else 0,
+            reading=self.lanes.report() if self.lanes else None,
         )
 
     def evaluate(self) -> None:
@@ -378,29 +476,29 @@ class Trainer:
         self.report()
 
     def _checkpoint_when_due(self) -> None:
-        if trouble := self.checkpoints.trouble():
-            self.progress.note(trouble)
-        if self.checkpoints.is_due(now=time.monotonic()):
+        self._note_trouble(self.checkpoints.trouble())
+        gives = self.lanes and self.lanes.owes_checkpoint and not self.checkpoints.busy
+        if gives or self.checkpoints.is_due(now=time.monotonic()):
             self._checkpoint()
 
     def _checkpoint(self) -> None:
         self.weights.engine.wait()  # The step in progress is no cost of saving.
-        began = time.monotonic()
-        checkpoint = self.weights.checkpoint()
-        self.checkpoints.save(checkpoint, began=began, now=time.monotonic())
+        self.checkpoints.save(self.weights)
 
-    def _leave(self, why: str) -> int:
+    def _note_trouble(self, trouble: str) -> None:
+        if trouble:
+            self.progress.note(trouble)
+
+    def leave(self, why: str) -> None:
         """Stops in order: nothing half written, everything in the checkpoint."""
         self._collect_drafts(wait=True)
         self.checkpoints.wait()
         self._checkpoint()
-        if trouble := self.checkpoints.wait():
-            self.progress.note(trouble)
+        self._note_trouble(self.checkpoints.wait())
         self.progress.why = f"stopped: {why}"
         self.report()
-        return 0
 
-    def _finish(self) -> int:
+    def _finish(self) -> None:
         """The run is over: what was not merged by now never will be."""
         self._collect_drafts(wait=True)
         self._catch_up()
@@ -409,6 +507,90 @@ class Trainer:
         self.ended = True
         asked = self.inbox.news is not None and self.inbox.news.evaluate
         newest = self.evaluation.newest
-        if asked and (newest is None or list(newest.versions) != self.weights.versions):
+        stale = newest is None or list(newest.versions) != self.weights.versions
+        if asked and stale and self.evaluation.possible:
             self.evaluate()
-        return self._leave("the run is finished")
+        self.leave(FINISHED)
+
+
+class Trainer(OuterLoop[TrainedWeights]):
+    """The built-in training process, without its surroundings."""
+
+    def __init__(
+        self,
+        task: Task,
+        mailbox: Mailbox,
+        wakeup: Wakeup,
+        *,
+        tell: Callable[[str], None],
+        events: EventLog,
+        startup: StartupTimes | None = None,
+    ) -> None:
+        from diloco_cli.worker.trainer.sharded_checkpoint import sharded_checkpoints
+
+        self.place = SchedulePlace(task.rate.horizon)
+        self._heard: News | None = None
+
+        def begin(start: ResumePoint, identity: FolderOwner) -> TrainedWeights:
+            before, now, place = start.terms, task, 0
+            if before and before.rate:
+                now, place = task.after(before.rate, before.place)
+            elif before is None and start.clock > REWARM:
+                told = mailbox.calls()
+                share = told.progress if told else None
+                place = start.clock if share is None else round(share * task.rate.horizon)
+                now = task.warmed_again(place)
+                remarks.append(
+                    "the averages of the inner optimiser were lost with the checkpoint: the "
+                    f"learning rate rises again over {now.rate.rise} steps"
+                )
+            self.place = SchedulePlace(now.rate.horizon, place)
+            return TrainedWeights(now, start, run=identity.run, owner=identity.owner)
+
+        remarks: list[str] = []
+        super().__init__(
+            task,
+            mailbox,
+            wakeup,
+            begin=begin,
+            tell=tell,
+            events=events,
+            measure=self._measure,
+            sharded=sharded_checkpoints(task.spec.region(task.region), mailbox),
+            startup=startup,
+        )
+        for remark in remarks:
+            self.progress.note(remark)
+
+    def _lanes_of(self, start: ResumePoint) -> LaneFollower:
+        return LaneFollower(self.weights, self.checkpoints, start.cursor)
+
+    def _measure(self, params: Mapping[str, np.ndarray]) -> float:
+        batches = self.weights.stream.heldout(self.task.spec.evaluate.batches)
+        return self.weights.stepper.evaluate(params, batches)
+
+    def run(self) -> int:
+        """Trains until there is a reason to leave."""
+        self.report()
+        try:
+            while self.go_on():
+                self.inner_step()
+        finally:
+            self.close()
+        return 0
+
+    def inner_step(self) -> None:
+        began = time.monotonic()
+        loss = self.weights.train(self._place())
+        self.place.stepped()
+        self.stepped(loss, self.weights.tokens_a_step, began=began)
+
+    def _place(self) -> int:
+        """Where in the learning-rate schedule the run is; what the server says may be new."""
+        news = self.inbox.news
+        if news is not self._heard:
+            self._heard = news
+            # What was said before an amendment is a share of another budget.
+            if news and news.progress is not None and news.terms == self.task.terms:
+                self.place.hear(news.progress)
+        return self.place.next

@@ -1,7 +1,8 @@
 """The trainer's mail: a thread that reads images and writes frames, and what came in lately.
 
-The main thread hands over host copies and goes on; encoding, compressing, waiting for
-the disk and decoding happen here. Results are collected at the next step boundary.
+The main thread hands over work that has begun and goes on; waiting for the devices, encoding,
+compressing, waiting for the disk and decoding happen here. Results are collected at the next
+step boundary.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from diloco_cli.core.fragments import Fragment
-from diloco_cli.wire.frame import Header, pack
-from diloco_cli.wire.messages import News
+from diloco_cli.wire.frame import Header
+from diloco_cli.wire.messages import LaneAssignment, News
+from diloco_cli.worker.engines import HeldWork, Vector
 from diloco_cli.worker.mailbox import Fate, Image, Mailbox, Stamp, stamp
 
 LOOK_SECONDS = 1.0
@@ -29,7 +31,9 @@ class IncomingImage:
 
     image: Image
     merged: str
-    flight: np.ndarray | None = field(repr=False)
+    weights: Vector = field(repr=False)
+    """Those of the image, where the engine keeps them."""
+    flight: Vector | None = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class OutgoingFrame:
     """A frame that is being written."""
 
     header: Header
-    values: np.ndarray = field(repr=False)
+    work: HeldWork = field(repr=False)
     done: Future[str] = field(repr=False)
     """Gives the frame's digest."""
 
@@ -53,21 +57,23 @@ class MailThread:
         level: int,
         wake: Callable[[], None],
         tell: Callable[[str], None],
+        keep: Callable[[int, np.ndarray], Vector],
     ) -> None:
-        """`wake` wakes the trainer, `tell` its agent."""
+        """`wake` wakes the trainer, `tell` its agent; `keep` brings values to the engine."""
         self.mailbox = mailbox
         self.region = region
         self.level = level
         self._wake = wake
         self._tell = tell
+        self._keep = keep
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="mail")
 
-    def post(self, header: Header, values: np.ndarray) -> OutgoingFrame:
+    def post(self, header: Header, work: HeldWork) -> OutgoingFrame:
         """Starts to write a frame; until it is done it does not exist."""
-        return OutgoingFrame(header, values, self._soon(self._post, header, values))
+        return OutgoingFrame(header, work, self._soon(self._post, header, work))
 
-    def _post(self, header: Header, values: np.ndarray) -> str:
-        frame = pack(header, values, level=self.level)
+    def _post(self, header: Header, work: HeldWork) -> str:
+        frame = work.pack(header, level=self.level)
         self.mailbox.post(header.fragment, frame)
         self._tell("posted")
         return frame[-32:].hex()
@@ -82,7 +88,8 @@ class MailThread:
         merged = image.merged.get(self.region, "")
         frame = self.mailbox.frame(fragment, size=size) if merged else None
         ours = frame is not None and frame.digest == merged
-        return IncomingImage(image, merged, frame.values() if frame and ours else None)
+        flight = self._keep(fragment, frame.values()) if frame and ours else None
+        return IncomingImage(image, merged, self._keep(fragment, image.weights), flight)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -101,9 +108,12 @@ class Inbox:
         self.mailbox = mailbox
         self.fragments = fragments
         self.news: News | None = None
+        self.lanes: LaneAssignment | None = None
         self.fates: list[Fate | None] = [None] * len(fragments)
         self.reads: list[Future[IncomingImage | None] | None] = [None] * len(fragments)
         """Images on their way from the disk, one per fragment."""
+        self.profile_asked = False
+        """Somebody wants a trace, or wanted one."""
         self._seen: dict[Path, Stamp | None] = {}
         self._look_at = 0.0
         # Images are read once at the start. What is noted now, before that, is no later
@@ -119,6 +129,9 @@ class Inbox:
         self._look_at = time.monotonic() + LOOK_SECONDS
         if self._is_new(self.mailbox.calls_file):
             self.news = self.mailbox.calls() or self.news
+        if self._is_new(self.mailbox.lanes_file):
+            self.lanes = self.mailbox.lanes()
+        self.profile_asked |= self._is_new(self.mailbox.profile_file)
         for fragment in self.fragments:
             number = fragment.number
             if self._is_new(self.mailbox.fate_file(number)):

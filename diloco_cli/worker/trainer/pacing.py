@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from diloco_cli.worker.mailbox import SLOW, Mailbox
-from diloco_cli.worker.trainer.task import Task
+from diloco_cli.worker.trainer.task import RegionTask
 
 
 class StepPacing:
@@ -52,7 +52,7 @@ class StepPacing:
             return 1.0
 
 
-def pacing_of(task: Task, mailbox: Mailbox) -> StepPacing:
+def pacing_of(task: RegionTask, mailbox: Mailbox) -> StepPacing:
     """The pace that this region was told to train at."""
     chaos = task.spec.chaos
     speed = task.spec.region(task.region).speed

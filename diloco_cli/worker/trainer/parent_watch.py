@@ -7,6 +7,8 @@ trains on, because all its mail is in files, and waits for another agent to take
     trainer.bell   FIFO   agent ─▶ trainer; held open by the agent for as long as it lives
     agent.bell     FIFO   trainer ─▶ agent
 
+A trainer that is not ours has no pipes: it is found through the FIFOs from the start.
+
 Nobody within `ALONE_SECONDS`: it checkpoints and leaves. So nothing that was left behind
 trains for long, and no inner step is lost when only an agent was killed.
 """
@@ -30,9 +32,15 @@ class ParentWatch:
     """A trainer's connection to its agent, whichever that is."""
 
     def __init__(
-        self, wakeup: Wakeup, mailbox: Mailbox, voice: int, *, alone: float = ALONE_SECONDS
+        self,
+        wakeup: Wakeup,
+        mailbox: Mailbox,
+        voice: int | None,
+        *,
+        alone: float = ALONE_SECONDS,
     ) -> None:
-        """`voice` is where our first agent listens."""
+        """`voice` is where our first agent listens; None if it has given us no pipes."""
+        self._piped = voice is not None
         self._wakeup, self._mailbox, self._voice, self._alone = wakeup, mailbox, voice, alone
         self._ear: int | None = None
         self.orphaned = False
@@ -45,17 +53,20 @@ class ParentWatch:
         threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def tell(self, word: str) -> None:
-        write_wakeup(self._voice, word)
+        if self._voice is not None:  # Otherwise it finds our mail when it finds us.
+            write_wakeup(self._voice, word)
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
-            while os.read(0, 4096):
+            while self._piped and os.read(0, 4096):
                 self._wakeup.wake()
         self.orphaned = True
         while self._ear is not None and self._is_found(self._ear):
             self._voice = _speak(self._mailbox) or self._voice
             self._obey(self._ear)
         self._wakeup.stop("the agent is gone")
+        if not self._piped:
+            return  # How long a step of theirs takes is not for us to say.
         threading.Event().wait(LAST_MOMENT)
         os._exit(1)
 
@@ -87,3 +98,12 @@ def _speak(mailbox: Mailbox) -> int | None:
         return os.open(mailbox.agent_fifo, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return None
+
+
+def take_over_stdout() -> int:
+    """Keeps standard output for wake-ups to the agent; whatever libraries print goes to the log."""
+    handle = os.dup(1)
+    os.dup2(2, 1)
+    # An agent that does not read must not stop the training.
+    os.set_blocking(handle, False)
+    return handle

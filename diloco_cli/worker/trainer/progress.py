@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco_cli.observe.events import EventLog
-from diloco_cli.wire.messages import FragmentProgress, HeldOut, TrainerProgress
+from diloco_cli.wire.messages import FragmentProgress, HeldOut, TextCursor, TrainerProgress
 from diloco_cli.worker.mailbox import Mailbox
-from diloco_cli.worker.trainer.task import Task
+from diloco_cli.worker.trainer.task import RegionTask
 from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
 
 MEMORY = 0.1
@@ -27,7 +27,7 @@ class ProgressReport:
     """Reports to the agent, and notes in the run log what people want to know."""
 
     def __init__(
-        self, task: Task, mailbox: Mailbox, events: EventLog, *, tell: Callable[[str], None]
+        self, task: RegionTask, mailbox: Mailbox, events: EventLog, *, tell: Callable[[str], None]
     ) -> None:
         self.task, self.mailbox, self.events, self.tell = task, mailbox, events, tell
         self.averages = TrainingAverages(now=time.monotonic())
@@ -38,10 +38,9 @@ class ProgressReport:
         self._worked = self._blocked = self._lost = self._pace = self.newly_lost = 0.0
         # A spec that sets the pace has said how fast the region is when nothing is wrong.
         step = task.spec.chaos.step_seconds if task.spec.chaos else None
-        self._paced = task.tokens * task.spec.region(task.region).speed / step if step else 0.0
+        speed = task.spec.region(task.region).speed
+        self._paced = task.tokens * speed / step if step and task.tokens else 0.0
         self._step = -1
-        sync = task.spec.sync
-        self._often = max(1, sync.every // sync.fragments)
 
     def resume(self, before: TrainerProgress, weights: WeightsAndBooks) -> None:
         """Takes over what the trainer before had counted; what it did and we lack is lost.
@@ -56,15 +55,21 @@ class ProgressReport:
             self.newly_lost += max(0.0, then - now) * size / sum(sizes)
 
     def report(
-        self, weights: WeightsAndBooks, *, heldout: HeldOut | None, drained: bool = False
+        self,
+        weights: WeightsAndBooks,
+        *,
+        heldout: HeldOut | None,
+        ended: int = 0,
+        reading: TextCursor | None = None,
     ) -> None:
         """Tells the agent how far we are."""
         averages = self.averages
         averages.read(now=time.monotonic())
+        cost, steps = self.task.cost, averages.tokens_per_second / (self.task.tokens or 1)
         progress = TrainerProgress(
             step=weights.clock,
             training=self.why == "training",
-            drained=drained,
+            ended=ended,
             fragments=tuple(
                 FragmentProgress(version=book.version, steps=max(0.0, book.fresh.steps))
                 for book in weights.books
@@ -72,6 +77,10 @@ class ProgressReport:
             tokens=weights.tokens(),
             loss=averages.loss,
             tokens_per_second=averages.tokens_per_second,
+            devices=cost.devices if cost else 1,
+            tflops=cost.tflops(steps) if cost else None,
+            mfu=cost.mfu(steps) if cost else None,
+            device_memory=weights.engine.memory(),
             step_seconds=averages.step_seconds,
             worked=round(self._worked + averages.worked, 3),
             blocked=round(self._blocked + averages.blocked, 3),
@@ -79,6 +88,7 @@ class ProgressReport:
             pace=self._paced or max(self._pace, averages.pace),
             why=f"{self.why}; {self.trouble}" if self.trouble else self.why,
             heldout=heldout,
+            reading=reading,
         )
         # A full disk costs the report, not the training.
         with contextlib.suppress(OSError):
@@ -98,13 +108,14 @@ class ProgressReport:
             **startup.seconds(),
         )
 
-    def is_due(self, weights: WeightsAndBooks) -> bool:
+    def is_due(self, weights: WeightsAndBooks, *, every: int) -> bool:
         """After some steps, and at once when a fragment has enough for a round.
 
-        If that waited for its turn, every round would come up to so many steps late.
+        If that waited for its turn, every round would come up to so many steps late. `every` is
+        how many make a round, as the server says now.
         """
-        since, every = weights.clock - self._step, self.task.spec.sync.every
-        return since >= self._often or any(
+        since = weights.clock - self._step
+        return since >= max(1, every // len(weights.books)) or any(
             every <= book.fresh.steps < every + since for book in weights.books
         )
 

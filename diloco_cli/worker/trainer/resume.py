@@ -19,13 +19,38 @@ import numpy as np
 
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.fragments import Fragment, Layout, Tensor, gather, scatter
-from diloco_cli.core.unmerged_work import Book, Flight, Mix, Posted, Totals, Work
-from diloco_cli.data import Cursor
+from diloco_cli.core.lanes import Cursor
+from diloco_cli.core.unmerged_work import Book, Flight, Posted, Totals, Work
 from diloco_cli.errors import StoreError, WireError
 from diloco_cli.wire.frame import Frame
+from diloco_cli.worker.engines import mixed
+from diloco_cli.worker.engines.learning_rate import RatePlan
 from diloco_cli.worker.mailbox import FolderOwner, Image, Mailbox
 from diloco_cli.worker.trainer import checkpoint
 from diloco_cli.worker.trainer.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class SavedTerms:
+    """What a checkpoint was trained under, as far as the next step follows from it."""
+
+    number: int
+    """Of the terms of the run."""
+    since: int
+    """The clock at which the region began to train under them."""
+    optimizer: str
+    """Its kind."""
+    place: int
+    """Of the next step, in the learning-rate schedule."""
+    rate: RatePlan | None
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> SavedTerms:
+        rate = record["rate"]
+        return cls(**{**record, "rate": RatePlan(**rate) if rate else None})
 
 
 @dataclass(frozen=True)
@@ -35,12 +60,16 @@ class ResumePoint:
     books: list[Book]
     anchors: list[np.ndarray]
     params: dict[str, np.ndarray]
-    opt_state: dict[str, np.ndarray] | None
+    opt_state: Mapping[str, np.ndarray] | None
     """None means a fresh optimiser."""
     cursor: Cursor | None
     """None means the beginning of the data."""
     clock: int
     resumed: bool
+    terms: SavedTerms | None = None
+    """What the checkpoint was trained under; None without one."""
+    remarks: tuple[str, ...] = ()
+    """About checkpoints that could not be read."""
     renamed: bool = False
     """The folder has another owner id than the checkpoint: its books begin anew."""
 
@@ -56,33 +85,57 @@ class RegionPlace:
     """As messages name it."""
 
 
-def resume(mailbox: Mailbox, place: RegionPlace, tensors: Sequence[Tensor]) -> ResumePoint:
+ReadSharded = Callable[[Callable[[str], None]], Checkpoint | None]
+"""Gives the newest sharded checkpoint; hears what to call with remarks."""
+
+
+def resume(
+    mailbox: Mailbox,
+    place: RegionPlace,
+    tensors: Sequence[Tensor],
+    sharded: ReadSharded | None = None,
+) -> ResumePoint:
     """Reads the three and settles against the newest images."""
     identity = mailbox.identity() or FolderOwner("", 0)
+    remarks: list[str] = []
     saved = _checkpoint(mailbox, identity, place)
+    if sharded and (other := sharded(remarks.append)):
+        _refuse_foreign(other, "The newest sharded checkpoint", identity, place)
+        # A region that went over from the one to the other has both.
+        saved = max((each for each in (saved, other) if each), key=lambda each: each.clock)
+    moved = saved is not None and saved.meta.get("region", place.region) != place.region
     frames = [_frame(mailbox, fragment) for fragment in place.layout.fragments]
     params = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in tensors}
     books, anchors = [], []
     for fragment, frame in zip(place.layout.fragments, frames, strict=True):
         image = _image(mailbox, fragment)
         book, anchor, local = resume_fragment(place, fragment, saved, frame, image)
+        if moved:
+            merged = image.merged.get(place.region, "")
+            book, local = unmerged_work.moved(book, image.version, merged), image.weights
         books.append(book)
         anchors.append(anchor)
         scatter(local, fragment, params)
     renamed = saved is not None and saved.meta.get("owner", identity.owner) != identity.owner
-    if renamed:
+    if renamed and not moved:
         books = [unmerged_work.renamed(book) for book in books]
     clocks = [frame.header.clock for frame in frames if frame]
     return ResumePoint(
         books=books,
         anchors=anchors,
         params=params,
-        opt_state=saved.opt_state if saved else None,
+        opt_state=_optimizer(saved) if saved else None,
         cursor=newest_cursor(saved, [frame for frame in frames if frame]),
         clock=max([saved.clock if saved else 0, identity.high, *clocks]),
         resumed=saved is not None or bool(clocks),
+        terms=SavedTerms.of(saved.meta["terms"]) if saved else None,
+        remarks=tuple(remarks),
         renamed=renamed,
     )
+
+
+def _optimizer(saved: Checkpoint) -> Mapping[str, np.ndarray]:
+    return saved.sharded.optimizer if saved.sharded else saved.opt_state
 
 
 def resume_fragment(
@@ -106,7 +159,9 @@ def resume_fragment(
             hint="The server was restored from an older copy. Restore a newer one, or delete "
             f"{place.folder} to go on from what the server has.",
         )
-    if origin == "checkpoint" and saved:
+    if origin == "checkpoint" and saved and saved.sharded:
+        held = saved.sharded.held[number][: fragment.size]
+    elif origin == "checkpoint" and saved:
         local = gather(saved.params, fragment)
         same = np.array_equal(saved.anchors[number], image.weights)
         if image.version == book.version and same:
@@ -117,22 +172,9 @@ def resume_fragment(
     if image.version > book.version:
         merged = image.merged.get(place.region, "")
         book, mix = unmerged_work.settle(book, image.version, merged, place.alpha)
-        held = mixed(held, mix, frame.values if frame else None)
-    return book, image.weights, image.weights - held
-
-
-def mixed(
-    held: np.ndarray, mix: Mix, flight: Callable[[], np.ndarray] | np.ndarray | None
-) -> np.ndarray:
-    """Does to the held array what the books did to the held work."""
-    # Not 0 · held: what is dropped may be dropped because it is not finite.
-    result = np.float32(mix.held) * held if mix.held else np.zeros_like(held)
-    if mix.flight:
-        values = flight() if callable(flight) else flight
-        if values is None:
-            raise ValueError("a merged frame leaves `held`, but its values were not given")
-        result -= np.float32(mix.flight) * values
-    return result
+        before = held
+        held = mixed(lambda: before, mix, frame.values if frame else None)
+    return book, image.weights, image.weights if held is None else image.weights - held
 
 
 def write_book(book: Book) -> dict[str, Any]:
@@ -155,14 +197,20 @@ def _checkpoint(mailbox: Mailbox, identity: FolderOwner, place: RegionPlace) -> 
     if not mailbox.checkpoint.exists():
         return None
     saved = checkpoint.load(mailbox.checkpoint)
+    _refuse_foreign(saved, f"The checkpoint {mailbox.checkpoint}", identity, place)
+    return saved
+
+
+def _refuse_foreign(
+    saved: Checkpoint, name: str, identity: FolderOwner, place: RegionPlace
+) -> None:
     belongs = {"run": identity.run, "layout": place.layout.digest}
     for key, expected in belongs.items():
         if (actual := saved.meta.get(key)) != expected:
             raise StoreError(
-                f"The checkpoint {mailbox.checkpoint} is of {key} {actual}, not {expected}.",
+                f"{name} is of {key} {actual}, not {expected}.",
                 hint="Delete it; the region then restarts from the published weights.",
             )
-    return saved
 
 
 def _frame(mailbox: Mailbox, fragment: Fragment) -> Frame | None:
@@ -194,8 +242,8 @@ def _posted(frame: Frame) -> Posted:
 
 
 def newest_cursor(saved: Checkpoint | None, frames: Iterable[Frame]) -> Cursor | None:
-    """Takes the newest cursor, so that posted batches are not trained again."""
-    cursors = [(frame.header.clock, frame.header.cursor) for frame in frames]
-    if saved:
-        cursors.append((saved.clock, saved.cursor))
-    return dict(max(cursors, key=lambda pair: pair[0])[1]) if cursors else None
+    """Takes the newest cursor as a whole, so that posted batches are not trained again."""
+    newest = max(frames, key=lambda frame: frame.header.clock, default=None)
+    if newest and (saved is None or newest.header.clock > saved.clock):
+        return Cursor.of(newest.header.cursor)
+    return saved.cursor if saved else None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
+from diloco_cli.chaos.emulator.connection import LinkTraffic
 from diloco_cli.chaos.emulator.proxy import Proxy, emulated
 from diloco_cli.sim.network import Link
 from tests.chaos.emulator.far_server import PATIENCE, Manner, Shore
@@ -24,6 +26,17 @@ def behind(link: Link | str, manner: Manner) -> Iterator[tuple[Proxy, Shore]]:
 
 def call(proxy: Proxy) -> socket.socket:
     return socket.create_connection((proxy.host, proxy.port), PATIENCE)
+
+
+def wait_until(
+    proxy: Proxy, condition: Callable[[LinkTraffic], bool], *, seconds: float = 60.0
+) -> LinkTraffic:
+    """Looks until the traffic is so, and returns it."""
+    deadline = time.monotonic() + seconds
+    while not condition(traffic := proxy.traffic()):
+        assert time.monotonic() < deadline, traffic
+        time.sleep(0.001)
+    return traffic
 
 
 def all_of(end: socket.socket) -> bytes:

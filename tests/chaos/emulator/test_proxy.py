@@ -14,7 +14,15 @@ import pytest
 from diloco_cli.chaos.emulator.proxy import Proxy, emulated
 from diloco_cli.sim.network import Lane, Link, parse_link
 from tests.chaos.emulator.far_server import PATIENCE, Shore, count, echo, pour, sleepy
-from tests.chaos.emulator.link_client import A_MOMENT, all_of, behind, call, exchange, sending
+from tests.chaos.emulator.link_client import (
+    A_MOMENT,
+    all_of,
+    behind,
+    call,
+    exchange,
+    sending,
+    wait_until,
+)
 
 
 @pytest.mark.parametrize("link", ["unlimited", "200Mbit/5ms", "200Mbit/5ms/window=20kB"])
@@ -33,7 +41,7 @@ def test_the_end_of_one_side_is_not_the_end_of_the_other():
         end.shutdown(socket.SHUT_WR)
         assert all_of(end) == b"12345"
         end.close()
-        proxy.wait_until(lambda traffic: traffic.open == 0)
+        wait_until(proxy, lambda traffic: traffic.open == 0)
 
 
 def modelled(link: Link, size: int) -> float:
@@ -112,7 +120,7 @@ def test_bulk_delays_a_heartbeat_by_no_more_than_the_queues():
         for _ in range(4):
             bulk = stack.enter_context(call(proxy))
             stack.enter_context(sending(bulk, 2_000_000))
-        proxy.wait_until(lambda traffic: traffic.down > link.capacity)
+        wait_until(proxy, lambda traffic: traffic.down > link.capacity)
         passed = []
         for _ in range(4):  # A busy machine may be late to tell.
             before = proxy.up_bytes
@@ -127,7 +135,7 @@ def test_bulk_of_all_connections_comes_forward_together():
     each = 400_000
     with behind("20Mbit/20ms", count) as (proxy, _), contextlib.ExitStack() as stack:
         ends = [stack.enter_context(call(proxy)) for _ in range(4)]
-        proxy.wait_until(lambda traffic: traffic.open == 4)
+        wait_until(proxy, lambda traffic: traffic.open == 4)
         proxy.cut()  # So that all of them are ready when it heals.
         for end in ends:
             stack.enter_context(sending(end, each, last=True))
@@ -141,7 +149,7 @@ def test_a_receiver_that_stalls_fills_its_own_window_and_nothing_else():
     link, size = parse_link("200Mbit/10ms"), 12_000_000
     with behind(link, sleepy) as (proxy, shore), call(proxy) as bulk, call(proxy) as other:
         with sending(bulk, size):
-            proxy.wait_until(lambda traffic: traffic.up - traffic.up_arrived == link.capacity)
+            wait_until(proxy, lambda traffic: traffic.up - traffic.up_arrived == link.capacity)
             assert exchange(other, b"!hello") == b"!hello"
             told = proxy.traffic()
             assert told.up - told.up_arrived == link.capacity

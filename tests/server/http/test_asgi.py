@@ -55,7 +55,7 @@ async def test_the_run_says_what_all_regions_must_share(tmp_path):
     async with served(tmp_path) as (bench, client):
         run = (await client.get("/v1/run")).json()
         assert run["run"] == bench.run and run["wire"] == 1
-        assert run["fragments"] == bench.recipe.sizes
+        assert run["fragments"] == bench.settings.sizes
         assert run["settings"]["sync"]["every"] == 6
 
 
@@ -88,7 +88,9 @@ async def test_a_bug_is_500_in_words(tmp_path, monkeypatch, caplog):
         monkeypatch.setattr(bench.server, "wait_version", lambda *_, **__: 1 / 0)
         answer = await client.get("/v1/fragments/0")
         assert answer.status_code == 500 and "ZeroDivisionError" in error(answer)["message"]
-        assert "ZeroDivisionError" in caplog.text
+        (line,) = [line for line in caplog.records if line.levelname == "ERROR"]
+        assert line.getMessage() == "fragment failed" and line.exc_info
+        assert vars(line)["peer"] == "127.0.0.1"
 
 
 @in_a_loop
@@ -143,7 +145,7 @@ async def test_long_json_is_413_before_it_is_read(tmp_path):
 async def test_a_body_longer_than_the_fragment_allows_is_413(tmp_path):
     async with served(tmp_path) as (bench, client):
         await bench.join()
-        limit = most_bytes(bench.recipe.sizes[0], bench.recipe.up)
+        limit = most_bytes(bench.settings.sizes[0], bench.settings.up)
         path = contribution_path(0, "paris", 0, 1)
         read = 0
 
@@ -485,7 +487,20 @@ async def test_people_find_status_metrics_health_and_a_page(tmp_path):
         metrics = (await client.get("/metrics")).text
         assert 'diloco_region_alive{region="paris"} 1.0' in metrics
         assert (await client.get("/healthz")).json()["ok"] is True
-        assert "<title>trial: training</title>" in (await client.get("/")).text
+        shown = await client.get("/")
+        assert "trial: training</title>" in shown.text
+        assert "default-src 'none'" in shown.headers["content-security-policy"]
+
+
+@in_a_loop
+async def test_a_server_that_can_acknowledge_nothing_is_not_healthy_and_says_why(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        bench.state.disk_full("journal", DiskFull("x has 3 free bytes.", hint="Free some space."))
+        answer = await client.get("/healthz")
+        assert answer.status_code == 503 and answer.json()["ok"] is False
+        assert answer.json()["trouble"] == "x has 3 free bytes. Free some space."
+        bench.state.disk_has_room("journal")
+        assert (await client.get("/healthz")).status_code == 200
 
 
 @in_a_loop
@@ -494,7 +509,7 @@ async def test_every_route_is_described(tmp_path):
         described = (await client.get("/openapi.json")).json()
         app: Any = client._transport.app.app  # type: ignore[attr-defined]
         found = {
-            (route.path.replace(":int", ""), method.lower())
+            (route.path.replace(":number", ""), method.lower())
             for route in app.routes
             for method in route.methods - {"HEAD"}
         }

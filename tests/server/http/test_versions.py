@@ -51,7 +51,7 @@ async def test_a_chain_of_deltas_leads_to_the_same_bits_as_the_whole_frame(tmp_p
         newest = bench.state.weights.newest[0]
         assert held.tobytes() == newest.state.published.tobytes()
         assert chain[-1].header.published == newest.digest
-        assert chain[-1].codec == codecs.build(bench.recipe.spec.wire.down)
+        assert chain[-1].codec == codecs.build(bench.settings.spec.wire.down)
 
 
 @in_a_loop
@@ -130,7 +130,7 @@ async def test_the_weights_are_one_safetensors_file_at_one_clock(tmp_path):
         loaded = load_safetensors(answer.content)
         expected = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in TENSORS}
         for fragment, newest in zip(
-            bench.recipe.layout.fragments, bench.state.weights.newest, strict=True
+            bench.settings.layout.fragments, bench.state.weights.newest, strict=True
         ):
             scatter(newest.state.published, fragment, expected)
         assert set(loaded) == set(expected)
@@ -142,7 +142,7 @@ async def test_the_weights_are_one_safetensors_file_at_one_clock(tmp_path):
         assert metadata == {
             "run": bench.run,
             "versions": "[1, 0]",
-            "layout": bench.recipe.layout.digest,
+            "layout": bench.settings.layout.digest,
         }
         before = load_safetensors((await client.get("/v1/weights?version=0")).content)
         assert any((before[name] != loaded[name]).any() for name in loaded)

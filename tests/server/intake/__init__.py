@@ -1,0 +1,1 @@
+"""Contributions on their way in."""

@@ -20,7 +20,7 @@ from diloco_cli.server.store.draft import Draft
 from diloco_cli.server.versions import next_version
 from diloco_cli.wire.frame import open_frame
 from diloco_cli.wire.messages import contribution_path
-from tests.server.harness import in_a_loop, make_recipe, make_spec
+from tests.server.harness import in_a_loop, make_settings, make_spec
 from tests.server.http.requests import put, served
 
 
@@ -118,8 +118,8 @@ async def test_a_frame_whose_file_changed_goes_back_to_its_region(tmp_path, harm
 async def test_whoever_compares_directions_first_finds_the_changed_file(tmp_path, place):
     """It is the first to look into a chunk of frames that were seen."""
     names = ("iowa", "lima", "oslo", "paris", "tokyo")
-    recipe = make_recipe(make_spec(names, server={"guard": {"agreement": 0.2}}))
-    async with served(tmp_path, recipe) as (bench, client):
+    settings = make_settings(make_spec(names, server={"guard": {"agreement": 0.2}}))
+    async with served(tmp_path, settings) as (bench, client):
         digests = await sent(bench, client)
         path = payload(tmp_path, digests["paris"])
         data = bytearray(path.read_bytes())

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import httpx
 import pytest
 
-from diloco_cli.server.http.asgi import make_app
 from diloco_cli.server.intake import intake
 from diloco_cli.server.intake.partial_files import PartialFiles
 from diloco_cli.server.store import draft
@@ -26,14 +25,13 @@ from diloco_cli.wire.frame import open_frame
 from diloco_cli.wire.messages import (
     EPOCH_HEADER,
     PARTS_HEADER,
-    RUN_HEADER,
-    WIRE_HEADER,
     check_value,
     contribution_path,
     part_path,
     parts_path,
 )
-from tests.server.harness import Bench, close_server, in_a_loop, kill_server, open_server
+from tests.server.harness import Bench, in_a_loop, kill_server, open_server
+from tests.server.http.requests import client_of, served
 
 
 class Sender:
@@ -92,24 +90,10 @@ def drafts(folder: Path) -> list[str]:
     return sorted(path.suffix for path in left)
 
 
-@asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[tuple[Bench, httpx.AsyncClient]]:
-    bench = Bench(folder)
-    await bench.join()
-    app = make_app(bench.server, events=folder / "events.jsonl", url=lambda: "http://here")
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app),
-        base_url="http://here",
-        headers={RUN_HEADER: bench.run, WIRE_HEADER: "1"},
-    ) as client:
-        yield bench, client
-    await close_server(bench.server)
-
-
 @in_a_loop
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 async def test_parts_in_any_order_make_the_frame(tmp_path, order):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         size = len(sender.data)
         cuts = [(0, 50), (50, 120), (120, size)]
@@ -125,7 +109,7 @@ async def test_parts_in_any_order_make_the_frame(tmp_path, order):
 
 @in_a_loop
 async def test_what_is_there_is_told_and_a_gap_is_no_frame(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         assert await sender.have() == {"have": [], "decided": False}
         await sender.part(100, 200)
@@ -138,7 +122,7 @@ async def test_what_is_there_is_told_and_a_gap_is_no_frame(tmp_path):
 
 @in_a_loop
 async def test_a_part_again_changes_nothing_and_other_bytes_are_refused(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         assert (await sender.part(0, 100)).status_code == 200
         assert (await sender.part(0, 100)).json()["have"] == [[0, 100]]
@@ -153,7 +137,7 @@ async def test_a_part_again_changes_nothing_and_other_bytes_are_refused(tmp_path
 
 @in_a_loop
 async def test_a_part_that_was_changed_on_its_way_does_not_count(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         answer = await sender.part(0, 100, digest="crc32:00000000")
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "damaged"
@@ -162,7 +146,7 @@ async def test_a_part_that_was_changed_on_its_way_does_not_count(tmp_path):
 
 @in_a_loop
 async def test_parts_that_do_not_make_the_frame_are_dropped(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         await sender.part(0, 100, data=b"?" * 100)
         await sender.part(100, len(sender.data))
@@ -174,7 +158,7 @@ async def test_parts_that_do_not_make_the_frame_are_dropped(tmp_path):
 
 @in_a_loop
 async def test_the_answer_is_the_same_when_it_is_asked_for_again(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         await sender.part(0, len(sender.data))
         assert (await sender.complete()).status_code == 201
@@ -185,7 +169,7 @@ async def test_the_answer_is_the_same_when_it_is_asked_for_again(tmp_path):
 
 @in_a_loop
 async def test_a_newer_frame_takes_the_place_of_an_older_one_and_not_the_reverse(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         region = bench.regions["paris"]
         older, newer = (Sender(client, region.frame(0)) for _ in range(2))
         await older.part(0, 100)
@@ -201,7 +185,7 @@ async def test_a_newer_frame_takes_the_place_of_an_older_one_and_not_the_reverse
 
 @in_a_loop
 async def test_parts_of_one_fragment_or_region_do_not_disturb_another(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         senders = [
             Sender(client, bench.regions[name].frame(fragment))
             for name in ("paris", "tokyo")
@@ -217,7 +201,7 @@ async def test_parts_of_one_fragment_or_region_do_not_disturb_another(tmp_path):
 
 @in_a_loop
 async def test_a_frame_sent_in_one_piece_after_all_ends_its_parts(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         await sender.part(0, 100)
         answer = await client.put(sender.path, content=sender.data, headers={EPOCH_HEADER: "1"})
@@ -226,7 +210,7 @@ async def test_a_frame_sent_in_one_piece_after_all_ends_its_parts(tmp_path):
 
 @in_a_loop
 async def test_another_epoch_may_neither_ask_nor_send_nor_complete(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         await sender.part(0, len(sender.data))
         assert (await sender.part(0, 10, epoch=2)).status_code == 412
@@ -248,7 +232,7 @@ async def test_another_epoch_may_neither_ask_nor_send_nor_complete(tmp_path):
     ],
 )
 async def test_impossible_parts_are_refused_before_anything_is_written(tmp_path, said, status):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         assert (await sender.part(0, 100, **said)).status_code == status
         assert drafts(tmp_path) == []
@@ -256,7 +240,7 @@ async def test_impossible_parts_are_refused_before_anything_is_written(tmp_path,
 
 @in_a_loop
 async def test_the_size_of_a_frame_does_not_change_on_the_way(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         await sender.part(0, 100)
         other = await sender.part(100, 200, size=len(sender.data) - 1)
@@ -265,7 +249,7 @@ async def test_the_size_of_a_frame_does_not_change_on_the_way(tmp_path):
 
 @in_a_loop
 async def test_a_full_disk_is_507_and_costs_nothing_that_was_there(tmp_path, monkeypatch):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         region = bench.regions["paris"]
         older, newer = (Sender(client, region.frame(0)) for _ in range(2))
         await older.part(0, 100)
@@ -280,7 +264,7 @@ async def test_a_full_disk_is_507_and_costs_nothing_that_was_there(tmp_path, mon
 
 @in_a_loop
 async def test_a_newer_frame_does_not_wait_for_the_older_one_to_be_removed(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         region = bench.regions["paris"]
         older, newer = (Sender(client, region.frame(0)) for _ in range(2))
         await older.part(0, 100)
@@ -297,18 +281,13 @@ async def served_again(bench: Bench, folder: Path) -> AsyncIterator[httpx.AsyncC
     """The same run after its server was killed and started once more."""
     kill_server(bench.server)
     bench.server = open_server(folder)
-    app = make_app(bench.server, events=folder / "events.jsonl", url=lambda: "http://here")
-    headers = {RUN_HEADER: bench.run, WIRE_HEADER: "1"}
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(
-        transport=transport, base_url="http://here", headers=headers
-    ) as client:
+    async with client_of(bench) as client:
         yield client
 
 
 @in_a_loop
 async def test_what_a_dead_server_had_is_there_at_the_next_start(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         await sender.part(0, 100)
         await sender.part(150, 200)
@@ -323,7 +302,7 @@ async def test_what_a_dead_server_had_is_there_at_the_next_start(tmp_path):
 
 @in_a_loop
 async def test_only_the_newest_frame_of_each_fragment_is_taken_up_again(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         region = bench.regions["paris"]
         older, newer = (Sender(client, region.frame(0)) for _ in range(2))
         await older.part(0, 100)
@@ -363,7 +342,7 @@ async def test_only_the_newest_frame_of_each_fragment_is_taken_up_again(tmp_path
     ],
 )
 async def test_parts_that_are_damaged_or_forgotten_are_swept_at_the_start(tmp_path, damage):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         await sender.part(0, 100)
         have, bytes_ = sorted((tmp_path / "server" / "parts").iterdir())[::-1]
@@ -376,7 +355,7 @@ async def test_parts_that_are_damaged_or_forgotten_are_swept_at_the_start(tmp_pa
 
 @in_a_loop
 async def test_what_nobody_goes_on_with_makes_room_for_others(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         gone = Sender(client, bench.regions["tokyo"].frame(0))
         await gone.part(0, 100)
         (data,) = (tmp_path / "server" / "parts").glob("*.bytes")
@@ -387,7 +366,7 @@ async def test_what_nobody_goes_on_with_makes_room_for_others(tmp_path):
 
 @in_a_loop
 async def test_two_who_drop_the_same_forgotten_frames_do_not_stumble_over_each_other(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         for fragment in (0, 1):
             await Sender(client, bench.regions["tokyo"].frame(fragment)).part(0, 100)
         left = list((tmp_path / "server" / "parts").glob("*.bytes"))
@@ -402,7 +381,7 @@ async def test_two_who_drop_the_same_forgotten_frames_do_not_stumble_over_each_o
 
 @in_a_loop
 async def test_a_late_copy_of_a_part_begins_nothing_while_its_frame_is_decided(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         size = len(sender.data)
         await sender.part(0, size)
@@ -420,7 +399,7 @@ async def test_a_late_copy_of_a_part_begins_nothing_while_its_frame_is_decided(t
 
 @in_a_loop
 async def test_what_is_being_decided_cannot_be_changed_by_parts_of_a_similar_name(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         sender = Sender(client, bench.regions["paris"].frame(0))
         await sender.part(0, len(sender.data))
         with held_up():
@@ -436,7 +415,7 @@ async def test_what_is_being_decided_cannot_be_changed_by_parts_of_a_similar_nam
 
 @in_a_loop
 async def test_a_frame_needs_room_beside_those_that_are_on_their_way(tmp_path, monkeypatch):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         # A disk on which no room can be taken before it is written to.
         monkeypatch.setattr(draft, "allocate", lambda handle, size: False)
         asked: list[int] = []
@@ -450,7 +429,7 @@ async def test_a_frame_needs_room_beside_those_that_are_on_their_way(tmp_path, m
 @pytest.mark.skipif(sys.platform != "linux", reason="room is taken with a call of Linux")
 @in_a_loop
 async def test_a_frame_takes_its_room_with_its_first_part(tmp_path, monkeypatch):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         asked: list[int] = []
         monkeypatch.setattr(bench.state.store, "check_room", asked.append)
         threads, allocate = [], draft.allocate
@@ -475,7 +454,7 @@ async def test_a_frame_takes_its_room_with_its_first_part(tmp_path, monkeypatch)
 @in_a_loop
 @pytest.mark.parametrize("wrong", ["damaged", "misaddressed"])
 async def test_a_refused_frame_is_let_go_of_at_once(tmp_path, wrong):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         frame = bytearray(bench.regions["paris"].frame(0))
         sender = Sender(client, bytes(frame))
         if wrong == "damaged":
@@ -497,7 +476,7 @@ async def test_a_refused_frame_is_let_go_of_at_once(tmp_path, wrong):
 
 @in_a_loop
 async def test_two_first_parts_at_once_are_of_one_frame_even_while_others_are_swept(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         await Sender(client, bench.regions["tokyo"].frame(0)).part(0, 100)
         (old,) = (tmp_path / "server" / "parts").glob("*.bytes")
         os.utime(old, (1, 1))

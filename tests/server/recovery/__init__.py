@@ -1,0 +1,1 @@
+"""Starts after any death."""

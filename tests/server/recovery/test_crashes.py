@@ -18,6 +18,7 @@ from tests.server.harness import (
     Bench,
     close_server,
     in_a_loop,
+    joined,
     kill_server,
     open_server,
     replayed,
@@ -62,7 +63,7 @@ async def test_replaying_the_journal_from_nothing_gives_the_same_bits(tmp_path):
     bench = Bench(tmp_path)
     frames = await play(bench, 7)
     kill_server(bench.server)
-    states = replayed(bench.recipe, tmp_path, frames)
+    states = replayed(bench.settings, tmp_path, frames)
     assert [state.digest for state in states] == bench.digests()
     assert sum(bench.versions) == 7
 
@@ -87,15 +88,14 @@ async def test_the_order_of_arrival_does_not_touch_a_bit(tmp_path):
 
 @in_a_loop
 async def test_members_are_merged_in_the_order_of_their_names(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     for name in bench.regions:
         await bench.send(name)
     receipts = list(bench.state.ledger.slots[0].waiting.values())
-    old, fragment = bench.state.weights.newest[0], bench.recipe.layout.fragments[0]
+    old, fragment = bench.state.weights.newest[0], bench.settings.layout.fragments[0]
     digests = set()
     for order in itertools.permutations(receipts):
-        made = next_version(bench.recipe, bench.state.store, old, fragment, order, drain=False)
+        made = next_version(bench.settings, bench.state.store, old, fragment, order, drain=False)
         assert isinstance(made, tuple) and made[0].members == ("iowa", "paris", "tokyo")
         digests.add(made[0].state.digest)
     assert len(digests) == 1
@@ -158,8 +158,7 @@ async def test_dying_anywhere_while_closing_gives_the_same_version(
 
 @in_a_loop
 async def test_an_acknowledged_frame_waits_through_any_number_of_restarts(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
     await bench.send("paris")
     for _ in range(3):
@@ -174,8 +173,7 @@ async def test_an_acknowledged_frame_waits_through_any_number_of_restarts(tmp_pa
 
 @in_a_loop
 async def test_after_a_restart_everyone_counts_as_alive_for_one_lease(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
     await bench.send("paris")
     await bench.send("tokyo")
@@ -191,8 +189,7 @@ async def test_after_a_restart_everyone_counts_as_alive_for_one_lease(tmp_path):
 
 @in_a_loop
 async def test_a_payload_that_cannot_be_read_again_goes_back_to_its_region(tmp_path, monkeypatch):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
     for name in bench.regions:
         await bench.send(name)
@@ -211,8 +208,7 @@ async def test_a_payload_that_cannot_be_read_again_goes_back_to_its_region(tmp_p
 
 @in_a_loop
 async def test_when_no_payload_is_left_the_round_is_idle_again(tmp_path, monkeypatch):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
     for name in bench.regions:
         await bench.send(name)
@@ -231,8 +227,7 @@ async def test_when_no_payload_is_left_the_round_is_idle_again(tmp_path, monkeyp
 
 @in_a_loop
 async def test_weights_that_are_not_finite_are_never_published(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
     for name in bench.regions:
         await bench.send(name)
@@ -258,7 +253,7 @@ async def test_a_version_that_is_not_the_one_on_record_is_not_served(tmp_path):
     path = tmp_path / "server" / "fragments" / "0"
     (path / "v00000000.state").replace(path / "v00000001.state")
     with pytest.raises(StoreError, match=r"v00000001\.state is damaged"):
-        open_server(tmp_path, bench.recipe)
+        open_server(tmp_path, bench.settings)
 
 
 @in_a_loop
@@ -270,13 +265,12 @@ async def test_weights_from_another_time_are_not_served(tmp_path):
     bench.state.store.publish(0, 1, old, None)  # As from a folder mixed of two copies.
     kill_server(bench.server)
     with pytest.raises(StoreError, match="the journal says"):
-        open_server(tmp_path, bench.recipe)
+        open_server(tmp_path, bench.settings)
 
 
 @in_a_loop
 async def test_nothing_is_acknowledged_before_it_is_flushed(tmp_path, monkeypatch):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     order: list[str] = []
     journal: Any = bench.state.store.journal
     real = journal.sync
@@ -295,8 +289,7 @@ async def test_nothing_is_acknowledged_before_it_is_flushed(tmp_path, monkeypatc
 
 @in_a_loop
 async def test_a_retry_during_the_flush_waits_for_it_too(tmp_path, monkeypatch):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     flush, journal = threading.Event(), bench.state.store.journal
     real: Any = journal.sync
     monkeypatch.setattr(journal, "sync", lambda: (flush.wait(), real()))
@@ -319,8 +312,7 @@ async def test_a_retry_during_the_flush_waits_for_it_too(tmp_path, monkeypatch):
 
 @in_a_loop
 async def test_a_failed_flush_ends_the_server_and_every_answer(tmp_path, monkeypatch):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
 
     def sync() -> None:
         raise StoreError("the disk says no")
@@ -343,8 +335,7 @@ async def test_a_full_disk_decides_nothing_and_the_run_goes_on_when_there_is_roo
     from diloco_cli.system.files import DiskFull
 
     monkeypatch.setattr(group_commit, "RETRY_SECONDS", 0.01)
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
 
     def sync() -> None:

@@ -50,7 +50,7 @@ def test_no_acknowledged_record_is_lost_when_the_writer_is_killed(tmp_path):
                 acknowledged[int(words[0])] = int(words[1])
         writer.stdout.close()
         writer.wait()
-    journal, records = FileJournal.open(path, notice=lambda said: None)
+    journal, records = FileJournal.open(path)
     journal.close()
     assert len(acknowledged) > 100
     for number, place in acknowledged.items():
@@ -98,5 +98,7 @@ def test_a_killed_publisher_loses_no_version_and_shows_no_half_of_one(tmp_path):
         assert newest in store.versions(0) and store.load_state(0, newest).digest == digest
         for version in store.versions(0):
             assert store.load_state(0, version).theta[-1] == version
-            assert store.blobs.size(blob_names.delta(0, version)) == 5000
+            size = store.blobs.size(blob_names.delta(0, version))
+            # Of one that is no longer needed, the removal may have been interrupted.
+            assert size == 5000 or (size is None and version < newest)
         store.close()

@@ -15,15 +15,22 @@ from diloco_cli.server.recovery.verify import replay
 from diloco_cli.server.store import blob_names
 from diloco_cli.server.store.retention import RECOMPUTED_AT_ONCE, is_due
 from diloco_cli.wire.frame import open_frame
-from tests.server.harness import Bench, in_a_loop, kill_server, make_recipe, make_spec, open_server
+from tests.server.harness import (
+    Bench,
+    in_a_loop,
+    kill_server,
+    make_settings,
+    make_spec,
+    open_server,
+)
 
 
-def recipe_of(**store: Any) -> Any:
-    return make_recipe(make_spec(server={"store": {"kind": "folder", **store}}))
+def settings_of(**store: Any) -> Any:
+    return make_settings(make_spec(server={"store": {"kind": "folder", **store}}))
 
 
 async def run_for(folder: Path, rounds: int, **store: Any) -> Bench:
-    bench = Bench(folder, recipe_of(**store))
+    bench = Bench(folder, settings_of(**store))
     await bench.join()
     for _ in range(rounds):
         await bench.round(0)
@@ -45,7 +52,7 @@ async def test_a_start_makes_the_versions_after_the_stored_one_again(tmp_path):
     assert bench.state.weights.chain(0, 2, 7) is not None, "regions still follow by deltas"
     await bench.round(0)
     assert states(bench)[-1] == 8 and bench.state.store.payloads() == set()
-    assert replay(bench.recipe, tmp_path / "server").lines[0].made == 4
+    assert replay(bench.settings, tmp_path / "server").lines[0].made == 4
 
 
 @in_a_loop
@@ -94,7 +101,7 @@ async def test_a_merged_frame_that_comes_again_takes_nothing_away(tmp_path):
 @in_a_loop
 async def test_a_state_that_no_record_speaks_of_is_not_taken_for_the_next(tmp_path):
     bench = await run_for(tmp_path, 1)
-    store, other = bench.state.store, bench.state.weights.newest[0].state
+    store, other = bench.state.store, bench.state.weights.newest[0].state.load()
     store.publish(0, 2, other, None)  # As by a server that died, of other members.
     await bench.round(0)
     assert states(bench) == [0]
@@ -119,10 +126,10 @@ async def test_versions_that_cannot_be_made_again_are_not_served(tmp_path, what)
     elif what == "gone":
         path.unlink()
     else:  # A sound state, of another history.
-        state = bench.state.weights.newest[0].state
+        state = bench.state.weights.newest[0].state.load()
         bench.state.store.publish(0, 0, state, None)
     with pytest.raises(StoreError) as refusal:
-        open_server(tmp_path, bench.recipe)
+        open_server(tmp_path, bench.settings)
     expected = "recomputed, has the digest" if what == "base" else "cannot be recomputed: paris"
     assert expected in str(refusal.value) and refusal.value.exit_code == 5
 

@@ -1,0 +1,1 @@
+"""Rounds, leases, amendments, the end."""

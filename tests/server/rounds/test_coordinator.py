@@ -12,13 +12,20 @@ from diloco_cli.core.guard import ENOUGH, PAROLE, STRIKES
 from diloco_cli.core.rounds import Accept, Fenced, Foreign, Receipt, Recorded, Refused, Returned
 from diloco_cli.server.build_status import build_status
 from diloco_cli.server.refusals import HttpRefusal
-from tests.server.harness import NAMES, Bench, Region, in_a_loop, make_recipe, make_spec, receipt_of
+from tests.server.harness import (
+    NAMES,
+    Bench,
+    Region,
+    in_a_loop,
+    joined,
+    make_spec,
+    receipt_of,
+)
 
 
 @in_a_loop
 async def test_nothing_is_called_before_a_quorum_reports_enough_work(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.beat("paris", 100)
     bench.server.tick()
     assert bench.state.ledger.calls() == {}
@@ -29,8 +36,7 @@ async def test_nothing_is_called_before_a_quorum_reports_enough_work(tmp_path):
 
 @in_a_loop
 async def test_a_quorum_gives_the_third_region_its_grace_and_no_more(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
     await bench.send("paris")
     assert bench.server.tick() and bench.versions == [0, 0]
@@ -48,8 +54,7 @@ async def test_a_quorum_gives_the_third_region_its_grace_and_no_more(tmp_path):
 
 @in_a_loop
 async def test_the_round_closes_at_once_when_everyone_is_in(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(1)
     for name in ("tokyo", "iowa", "paris"):
         await bench.send(name, 1)
@@ -59,8 +64,7 @@ async def test_the_round_closes_at_once_when_everyone_is_in(tmp_path):
 
 @in_a_loop
 async def test_nobody_waits_for_a_region_whose_lease_ran_out(tmp_path):
-    bench = Bench(tmp_path, make_recipe(make_spec(grace={"kind": "fixed", "seconds": 1000.0})))
-    await bench.join()
+    bench = await joined(tmp_path, make_spec(grace={"kind": "fixed", "seconds": 1000.0}))
     await bench.call(0)
     bench.clock.now += 6
     await bench.send("paris")
@@ -74,8 +78,7 @@ async def test_nobody_waits_for_a_region_whose_lease_ran_out(tmp_path):
 
 @in_a_loop
 async def test_a_late_frame_waits_for_the_next_round_and_does_not_close_it(tmp_path):
-    bench = Bench(tmp_path, make_recipe(make_spec(quorum=1)))
-    await bench.join()
+    bench = await joined(tmp_path, make_spec(quorum=1))
     await bench.call(0)
     late = bench.regions["iowa"].frame(0)
     await bench.send("paris")
@@ -134,8 +137,7 @@ async def spoil(bench: Bench, name: str, times: int) -> None:
 
 @in_a_loop
 async def test_a_region_whose_work_is_unfit_again_and_again_is_kept_out_and_said_so(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
     await spoil(bench, "tokyo", STRIKES - 1)
     assert bench.state.live() == {"iowa", "paris", "tokyo"}
@@ -156,8 +158,7 @@ async def test_a_region_whose_work_is_unfit_again_and_again_is_kept_out_and_said
 
 @in_a_loop
 async def test_a_region_that_was_repaired_is_let_in_again(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
     await spoil(bench, "tokyo", STRIKES)
     answers = [await bench.send("tokyo") for _ in range(PAROLE)]
@@ -170,8 +171,7 @@ async def test_a_region_that_was_repaired_is_let_in_again(tmp_path):
 @in_a_loop
 async def test_quarantine_does_not_keep_a_region_from_being_called(tmp_path):
     """Otherwise its sound work could never end it, and a quorum of all would wait for ever."""
-    bench = Bench(tmp_path, make_recipe(make_spec(("iowa", "paris"), quorum=2)))
-    await bench.join()
+    bench = await joined(tmp_path, make_spec(("iowa", "paris"), quorum=2))
     await spoil(bench, "paris", STRIKES)
     assert bench.state.live() == {"iowa"}
     await bench.call(0)
@@ -180,9 +180,9 @@ async def test_quarantine_does_not_keep_a_region_from_being_called(tmp_path):
 
 @in_a_loop
 async def test_usual_norms_survive_a_restart(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     for length in range(1, ENOUGH + 1):
+        bench.clock.now += 1
         await bench.call(0)
         data = bench.regions["paris"].frame(0)
         bench.state.store.keep_payload(receipt_of(data).digest, data)
@@ -198,18 +198,17 @@ async def test_usual_norms_survive_a_restart(tmp_path):
 
 
 def test_larger_batches_than_the_spec_says_count_no_more(tmp_path):
-    recipe = Bench(tmp_path).recipe
-    inner = recipe.spec.inner_of("paris")
+    settings = Bench(tmp_path).settings
+    inner = settings.spec.inner_of("paris")
     per_step = inner.batch * inner.sequence
     claim = Receipt("paris", 0, 0, 1, "0" * 64, "", 6.0 * per_step, 6.0, 100)
-    assert recipe.weight(replace(claim, tokens=7 * claim.tokens)) == recipe.weight(claim)
-    assert recipe.weight(replace(claim, tokens=claim.tokens / 2)) == recipe.weight(claim) / 4
+    assert settings.weight(replace(claim, tokens=7 * claim.tokens)) == settings.weight(claim)
+    assert settings.weight(replace(claim, tokens=claim.tokens / 2)) == settings.weight(claim) / 4
 
 
 @in_a_loop
 async def test_a_retry_gets_the_recorded_answer_whatever_happened_since(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
     frame = bench.regions["paris"].frame(0)
     assert isinstance(await bench.send("paris", data=frame), Accept)
@@ -231,8 +230,9 @@ async def test_only_the_newest_epoch_may_speak(tmp_path):
     await bench.join("paris")
     first = bench.regions["paris"]
     early = first.frame(0)
-    bench.regions["paris"] = second = Region("paris", bench.recipe, bench.run)
+    bench.regions["paris"] = second = Region("paris", bench.settings, bench.run)
     second.boot = 2
+    bench.clock.now += 5
     assert (await bench.join("paris")).epoch == 2
     with pytest.raises(HttpRefusal, match="Epoch 1 of paris is over: 2 is current"):
         await bench.server.heartbeat("paris", first.beat())
@@ -246,7 +246,7 @@ async def test_only_the_newest_epoch_may_speak(tmp_path):
 async def test_a_second_worker_waits_while_the_first_one_lives(tmp_path):
     bench = Bench(tmp_path)
     await bench.join("paris")
-    rival = Region("paris", bench.recipe, bench.run, owner="another-disk")
+    rival = Region("paris", bench.settings, bench.run, owner="another-disk")
     bench.clock.now += 4
     with pytest.raises(HttpRefusal) as denied:
         await bench.server.join("paris", rival.join)
@@ -301,8 +301,7 @@ async def test_a_region_the_spec_does_not_list_cannot_join(tmp_path):
 
 @in_a_loop
 async def test_work_that_does_not_follow_the_last_merged_frame_is_foreign(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.round(0)
     forgetful = bench.regions["paris"].frame(0, prev="")
     answer = await bench.send("paris", data=forgetful)
@@ -314,8 +313,7 @@ async def test_work_that_does_not_follow_the_last_merged_frame_is_foreign(tmp_pa
 
 @in_a_loop
 async def test_only_one_frame_of_a_region_and_fragment_waits(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.send("paris")
     answer = await bench.send("paris")
     assert isinstance(answer, Foreign) and "still waiting" in answer.why
@@ -323,8 +321,7 @@ async def test_only_one_frame_of_a_region_and_fragment_waits(tmp_path):
 
 @in_a_loop
 async def test_under_replace_old_work_is_returned_and_the_answer_kept(tmp_path):
-    bench = Bench(tmp_path, make_recipe(make_spec(adopt="replace", staleness=1, quorum=1)))
-    await bench.join()
+    bench = await joined(tmp_path, make_spec(adopt="replace", staleness=1, quorum=1))
     old = bench.regions["iowa"].frame(0)
     await bench.round(0, "paris")
     await bench.round(0, "paris")
@@ -337,8 +334,7 @@ async def test_under_replace_old_work_is_returned_and_the_answer_kept(tmp_path):
 
 @in_a_loop
 async def test_unfit_content_is_refused_and_the_answer_kept(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     frame = bench.regions["paris"].frame(0)
     answer = await bench.server.submit(receipt_of(frame), epoch=1, unfit="w1 is not finite")
     assert isinstance(answer, Refused)
@@ -351,8 +347,7 @@ async def test_unfit_content_is_refused_and_the_answer_kept(tmp_path):
 
 @in_a_loop
 async def test_a_worker_that_has_seen_more_than_the_server_is_told_so(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     bench.regions["paris"].versions[1] = 3
     with pytest.raises(HttpRefusal) as denied:
         await bench.beat("paris")
@@ -374,8 +369,7 @@ async def test_exactly_one_live_region_evaluates(tmp_path):
 
 @in_a_loop
 async def test_an_evaluation_is_recorded_once_for_each_clock(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     for loss in (3.5, 3.6):
         await bench.beat("iowa", heldout={"versions": (0, 0), "loss": loss})
     assert [each.loss for each in bench.state.ledger.evaluations] == [3.5]
@@ -385,8 +379,7 @@ async def test_an_evaluation_is_recorded_once_for_each_clock(tmp_path):
 
 @in_a_loop
 async def test_news_are_numbered_by_the_journal_and_survive_a_restart(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
     before = bench.server.news("paris")
     assert before.n == bench.state.store.journal.last and before.calls == {0: 0}
@@ -396,8 +389,7 @@ async def test_news_are_numbered_by_the_journal_and_survive_a_restart(tmp_path):
 
 @in_a_loop
 async def test_a_waiting_region_hears_of_a_call_when_it_is_durable(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     after = bench.server.news("iowa").n
     waiting = asyncio.create_task(bench.server.wait_news("iowa", epoch=1, after=after, wait=20.0))
     await bench.call(0)
@@ -409,8 +401,7 @@ async def test_a_waiting_region_hears_of_a_call_when_it_is_durable(tmp_path):
 
 @in_a_loop
 async def test_a_round_closed_while_the_last_one_is_tidied_up_is_published_once(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     merging = []
     next_round, rival, real = asyncio.Event(), asyncio.Event(), bench.server.publisher._in_thread
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from diloco_cli.core.conductor import PATIENCE
 from diloco_cli.core.rounds import Accept, Recorded, Returned
 from diloco_cli.server.build_status import build_status, build_summary
-from tests.server.harness import NAMES, Bench, in_a_loop, make_recipe, make_spec
+from tests.server.harness import NAMES, Bench, in_a_loop, joined, make_spec
 
 
 async def ended(folder, *, quorum: int = 2) -> Bench:
     """A bench whose budget has just been reached."""
-    spec = make_spec(quorum=quorum, budget={"tokens": 500})
-    bench = Bench(folder, make_recipe(spec))
-    await bench.join()
+    bench = await joined(folder, make_spec(quorum=quorum, budget={"tokens": 500}))
     await bench.round(0)
     await bench.round(1)
     assert bench.state.ledger.end
@@ -68,9 +66,7 @@ async def test_drain_rounds_leave_the_momentum_alone(tmp_path):
 
 @in_a_loop
 async def test_an_open_round_without_quorum_closes_after_the_end(tmp_path):
-    spec = make_spec(quorum=3, budget={"tokens": 576})
-    bench = Bench(tmp_path, make_recipe(spec))
-    await bench.join()
+    bench = await joined(tmp_path, make_spec(quorum=3, budget={"tokens": 576}))
     await bench.call(1)
     await bench.send("paris", 1)
     await bench.round(0)
@@ -108,8 +104,7 @@ async def test_a_region_that_died_is_given_two_leases_after_its_last_sign(tmp_pa
 
 @in_a_loop
 async def test_a_partition_at_the_end_does_not_finish_the_run_at_once(tmp_path):
-    bench = Bench(tmp_path, make_recipe(make_spec(budget={"tokens": 500})))
-    await bench.join()
+    bench = await joined(tmp_path, make_spec(budget={"tokens": 500}))
     await bench.round(0)
     await bench.call(1)
     for name in NAMES:
@@ -142,8 +137,7 @@ async def test_a_region_that_never_drains_is_given_up_after_a_long_time(tmp_path
 
 @in_a_loop
 async def test_saying_drained_before_the_end_does_not_count(tmp_path):
-    bench = Bench(tmp_path, make_recipe(make_spec(budget={"tokens": 500})))
-    await bench.join()
+    bench = await joined(tmp_path, make_spec(budget={"tokens": 500}))
     await bench.round(0)
     await bench.call(1)
     for name in NAMES:
@@ -189,8 +183,7 @@ async def test_the_server_leaves_when_nobody_is_there_any_more(tmp_path):
 
 @in_a_loop
 async def test_a_stop_tells_the_regions_and_can_be_taken_up_again(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     await bench.call(0)
     await bench.send("paris")
     bench.server.stop("a test")
@@ -212,8 +205,7 @@ async def test_a_stop_tells_the_regions_and_can_be_taken_up_again(tmp_path):
 
 @in_a_loop
 async def test_a_server_that_stops_alone_lets_its_regions_train_on(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     bench.server.stop("a test", everyone=False)
     assert not bench.server.news("iowa").stop and bench.state.phase == "stopped"
     bench.server.tick()
@@ -222,8 +214,7 @@ async def test_a_server_that_stops_alone_lets_its_regions_train_on(tmp_path):
 
 @in_a_loop
 async def test_a_region_that_said_goodbye_makes_room_at_once(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     left = bench.state.leases.lease_left
     assert left("paris", now=bench.clock.now) > 0
     await bench.beat("paris", stopping=True)
@@ -232,8 +223,7 @@ async def test_a_region_that_said_goodbye_makes_room_at_once(tmp_path):
 
 @in_a_loop
 async def test_a_stop_waits_one_lease_for_regions_that_do_not_answer(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.join()
+    bench = await joined(tmp_path)
     bench.server.stop("a test")
     bench.clock.now += 9.5
     await bench.beat("iowa")
@@ -284,6 +274,7 @@ async def test_books_that_do_not_add_up_are_not_called_balanced(tmp_path):
 async def test_work_merged_twice_is_not_called_balanced(tmp_path):
     bench = await ended(tmp_path)
     await drain(bench)
+    bench.state.totals.account("paris").merged[0] += 192
     bench.state.totals.account("paris").applied[0] += 192
     bench.state.ledger.slots[0].applied["paris"] += 192
     assert build_summary(bench.server).balanced is False
@@ -291,15 +282,14 @@ async def test_work_merged_twice_is_not_called_balanced(tmp_path):
 
 @in_a_loop
 async def test_a_region_that_lost_its_disk_begins_new_books(tmp_path):
-    bench = Bench(tmp_path, make_recipe(make_spec(budget={"tokens": 800})))
-    await bench.join()
+    bench = await joined(tmp_path, make_spec(budget={"tokens": 800}))
     await bench.round(0)
     await bench.round(1)
     for name in NAMES:
         await bench.beat(name)
     from tests.server.harness import Region
 
-    fresh = Region("paris", bench.recipe, bench.run, owner="new-disk")
+    fresh = Region("paris", bench.settings, bench.run, owner="new-disk")
     fresh.clock = bench.regions["paris"].clock
     fresh.versions, fresh.prev = [1, 1], bench.regions["paris"].prev
     bench.regions["paris"] = fresh

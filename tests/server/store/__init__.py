@@ -1,0 +1,1 @@
+"""The journal, payloads and versions on the disk."""

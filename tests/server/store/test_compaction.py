@@ -22,7 +22,7 @@ from tests.server.harness import (
     Bench,
     in_a_loop,
     kill_server,
-    make_recipe,
+    make_settings,
     make_spec,
     open_server,
     storing_all,
@@ -33,7 +33,7 @@ SMALL = 1 << 12
 
 def small(**store: Any) -> Any:
     changes = {"kind": "folder", "journal": SMALL, "reserve": 0, **store}
-    return make_recipe(make_spec(server={"store": changes}))
+    return make_settings(make_spec(server={"store": changes}))
 
 
 async def long_run(bench: Bench, rounds: int = 12) -> None:
@@ -86,7 +86,7 @@ async def test_a_snapshot_says_what_its_records_amount_to(tmp_path):
     await bench.send("tokyo", 1)
     bench.state.snapshot()
     await bench.round(0)
-    found = replay(bench.recipe, tmp_path / "server")
+    found = replay(bench.settings, tmp_path / "server")
     assert found.base == 0
     kill_server(bench.server)
     path = tmp_path / "server" / "journal"
@@ -100,14 +100,14 @@ async def test_a_snapshot_says_what_its_records_amount_to(tmp_path):
         forged.append(record)
     forged.close()
     with pytest.raises(StoreError, match="is a snapshot that disagrees"):
-        replay(bench.recipe, tmp_path / "server")
+        replay(bench.settings, tmp_path / "server")
 
 
 @in_a_loop
 async def test_a_replay_makes_every_version_again_from_the_initial_weights(tmp_path):
     bench = Bench(tmp_path)
     await long_run(bench, 7)
-    found = replay(bench.recipe, tmp_path / "server")
+    found = replay(bench.settings, tmp_path / "server")
     assert [line.digest for line in found.lines] == bench.digests()
     assert [(line.start, line.made) for line in found.lines] == [(0, 4), (0, 3)]
     journal = read_journal(tmp_path / "server" / "journal")
@@ -116,22 +116,22 @@ async def test_a_replay_makes_every_version_again_from_the_initial_weights(tmp_p
         for n, r in enumerate(journal.records, 1)
         if (r["kind"], r.get("version")) == ("published", 2)
     ]
-    early = replay(bench.recipe, tmp_path / "server", to=published[0])
+    early = replay(bench.settings, tmp_path / "server", to=published[0])
     assert [line.version for line in early.lines] == [2, 1] and early.digest != found.digest
     for wrong in (-1, found.record + 1):
         with pytest.raises(SpecError, match=f"has the records 0 to {found.record}, not {wrong}"):
-            replay(bench.recipe, tmp_path / "server", to=wrong)
+            replay(bench.settings, tmp_path / "server", to=wrong)
 
 
 @in_a_loop
 async def test_after_a_compaction_a_replay_begins_with_a_digest_on_record(tmp_path):
     bench = Bench(tmp_path, small(history=8, replay=6))
     await long_run(bench, 16)
-    found = replay(bench.recipe, tmp_path / "server")
+    found = replay(bench.settings, tmp_path / "server")
     assert found.base > 0 and [line.digest for line in found.lines] == bench.digests()
     assert all(4 <= line.made <= 6 for line in found.lines)
     with pytest.raises(SpecError, match="records were compacted"):
-        replay(bench.recipe, tmp_path / "server", to=found.base)
+        replay(bench.settings, tmp_path / "server", to=found.base)
 
 
 @pytest.mark.parametrize("what", ["state", "member", "newest"])
@@ -152,7 +152,7 @@ async def test_a_replay_finds_what_is_not_what_the_journal_says(tmp_path, what):
     else:
         store.publish(0, 3, store.load_state(0, 2), None)
     with pytest.raises(StoreError) as refusal:
-        replay(bench.recipe, tmp_path / "server")
+        replay(bench.settings, tmp_path / "server")
     assert {
         "state": "Version 1 of fragment 0, recomputed, has the digest",
         "member": "Version 2 of fragment 0 cannot be recomputed: ",
@@ -176,11 +176,11 @@ async def test_what_a_version_was_made_of_is_filed_also_after_a_crash(tmp_path, 
     bench.server.tick()
     await asyncio.wait(bench.server.publisher.merges.values())
     assert len(bench.state.store.payloads()) == 3
-    assert replay(bench.recipe, tmp_path / "server").lines[0].made == 1
+    assert replay(bench.settings, tmp_path / "server").lines[0].made == 1
     bench.restart()
     assert bench.state.store.payloads() == set()
     assert len(bench.state.store.members(0, 1)) == 3
-    assert replay(bench.recipe, tmp_path / "server").lines[0].made == 1
+    assert replay(bench.settings, tmp_path / "server").lines[0].made == 1
 
 
 def a_journal(path: Path, words: int = 6) -> FileJournal:
@@ -298,7 +298,7 @@ async def test_a_compacted_journal_without_its_snapshot_is_refused(tmp_path):
     }
     path.write_bytes(journal_format.frame(journal_format.entry(0, b"", about), settled=0))
     with pytest.raises(StoreError, match="which is no snapshot of those before"):
-        open_server(tmp_path, bench.recipe)
+        open_server(tmp_path, bench.settings)
 
 
 def test_evaluations_do_not_pile_up_and_the_best_is_not_forgotten():

@@ -5,11 +5,13 @@ import hashlib
 import os
 import subprocess
 import threading
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
 
 from diloco_cli.errors import StoreError
+from diloco_cli.server.store import journal as journal_module
 from diloco_cli.server.store import journal_format
 from diloco_cli.server.store.journal import FileJournal, read_journal
 from diloco_cli.server.store.journal_format import MAGIC
@@ -39,11 +41,15 @@ def written(path: Path, *batches: list[str]) -> list[int]:
 
 
 def opened(path: Path) -> tuple[list[str], list[str]]:
-    """The words in a journal, and what it gave notice of."""
-    notices: list[str] = []
-    journal, records = FileJournal.open(path, notice=notices.append)
+    """The words in a journal, and what was logged while it was opened."""
+    lines = BufferingHandler(1000)
+    journal_module.log.addHandler(lines)
+    try:
+        journal, records = FileJournal.open(path)
+    finally:
+        journal_module.log.removeHandler(lines)
     journal.close()
-    return [record["kind"] for record in records], notices
+    return [record["kind"] for record in records], [line.getMessage() for line in lines.buffer]
 
 
 def flipped(path: Path, position: int) -> None:
@@ -75,23 +81,23 @@ def test_the_file_is_for_its_owner_only(path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_tail_torn_at_any_byte_is_cut_with_a_notice(path):
+def test_a_tail_torn_at_any_byte_is_cut_and_logged(path):
     *_, start = written(path, ["one"], ["two"], ["three"])
     whole = path.read_bytes()
     for length in range(start, len(whole)):
         path.write_bytes(whole[:length])
-        words, notices = opened(path)
+        words, logged = opened(path)
         assert words == ["one", "two"]
-        assert len(notices) == (length > start)
+        assert len(logged) == (length > start)
         assert path.stat().st_size == start
-        if notices:
-            assert f"cut {length - start} bytes after record 2, at byte {start}" in notices[0]
+        if logged:
+            assert f"cut {length - start} bytes after record 2, at byte {start}" in logged[0]
 
 
 def test_after_a_cut_the_journal_goes_on(path):
     written(path, ["one"], ["two"])
     path.write_bytes(path.read_bytes()[:-3])
-    journal, _ = FileJournal.open(path, notice=lambda said: None)
+    journal, _ = FileJournal.open(path)
     assert journal.append({"kind": "second try"}) == 2
     journal.close()
     assert opened(path) == (["one", "second try"], [])
@@ -128,8 +134,8 @@ def test_a_batch_that_was_never_flushed_is_cut_whole_even_if_its_end_survived(pa
     _, second, third = written(path, ["one"], ["two", "three"])
     data = path.read_bytes()
     path.write_bytes(data[:second] + bytes(third - second) + data[third:])
-    words, notices = opened(path)
-    assert words == ["one"] and len(notices) == 1
+    words, logged = opened(path)
+    assert words == ["one"] and len(logged) == 1
 
 
 def test_the_same_hole_is_damage_once_a_later_batch_shows_that_it_was_flushed(path):

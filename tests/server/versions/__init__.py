@@ -1,0 +1,1 @@
+"""The next version, and how it leaves."""

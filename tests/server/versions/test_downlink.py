@@ -5,44 +5,27 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
-from diloco_cli.server.http.asgi import make_app
 from diloco_cli.server.http.handlers import MOST_MODELS
 from diloco_cli.server.versions import newest as weights_module
-from diloco_cli.server.versions.export import ModelDownload
+from diloco_cli.server.versions.export import InMemory, ModelDownload
 from diloco_cli.server.versions.newest import WORTH_BYTES
 from diloco_cli.server.versions.send import ImmutableResource
 from diloco_cli.wire.frame import open_frame, read_chain
-from diloco_cli.wire.messages import RUN_HEADER, WIRE_HEADER, version_path
-from tests.server.harness import Bench, close_server, in_a_loop, make_recipe
-
-
-@asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[tuple[Bench, httpx.AsyncClient]]:
-    bench = Bench(folder)
-    await bench.join()
-    app = make_app(bench.server, events=folder / "events.jsonl", url=lambda: "http://here")
-    headers = {RUN_HEADER: bench.run, WIRE_HEADER: "1"}
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://here", headers=headers
-    ) as client:
-        yield bench, client
-    await close_server(bench.server)
+from diloco_cli.wire.messages import version_path
+from tests.server.harness import in_a_loop, make_settings
+from tests.server.http.requests import served
 
 
 @in_a_loop
 async def test_a_region_gets_the_chain_or_the_whole_whichever_is_shorter(tmp_path, monkeypatch):
     """Every way back, on a model so small that both happen; the bits are the same on either."""
     monkeypatch.setattr(weights_module, "WORTH_BYTES", 0)
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         start = bench.state.weights.newest[0].state.published
         for _ in range(4):
             await bench.round(0)
@@ -70,7 +53,7 @@ async def test_a_region_gets_the_chain_or_the_whole_whichever_is_shorter(tmp_pat
 
 @in_a_loop
 async def test_the_whole_must_be_shorter_by_what_asking_again_costs(tmp_path):
-    async with served(tmp_path) as (bench, _):
+    async with served(tmp_path, joined=True) as (bench, _):
         await bench.round(0)
         weights, blobs = bench.state.weights, bench.state.store.blobs
         whole = await weights.whole(0, 1)
@@ -84,7 +67,7 @@ async def test_the_whole_must_be_shorter_by_what_asking_again_costs(tmp_path):
 
 @in_a_loop
 async def test_weights_come_in_ranges_that_fit_together(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         await bench.round(0)
         full = await client.get("/v1/weights")
         size, etag = len(full.content), full.headers["etag"]
@@ -99,7 +82,7 @@ async def test_weights_come_in_ranges_that_fit_together(tmp_path):
 
 @in_a_loop
 async def test_other_weights_are_sent_from_their_beginning(tmp_path):
-    async with served(tmp_path) as (bench, client):
+    async with served(tmp_path, joined=True) as (bench, client):
         before = await client.get("/v1/weights")
         await bench.round(0)
         asked = {"range": "bytes=100-", "if-range": before.headers["etag"]}
@@ -111,9 +94,9 @@ async def test_other_weights_are_sent_from_their_beginning(tmp_path):
 
 def test_other_bits_under_the_same_versions_have_another_etag():
     """As on a server that was restored from a copy and went on from there."""
-    recipe = make_recipe()
-    taken = [(3, np.zeros(size, np.float32)) for size in recipe.sizes]
-    made = [ModelDownload(recipe.layout, "r", taken, [digest] * 2) for digest in ("a", "b", "a")]
+    settings = make_settings()
+    taken = [(3, InMemory(np.zeros(size, np.float32))) for size in settings.sizes]
+    made = [ModelDownload(settings.layout, "r", taken, [digest] * 2) for digest in ("a", "b", "a")]
     assert made[0].etag == made[2].etag != made[1].etag
 
 
@@ -132,16 +115,15 @@ def test_other_bits_under_the_same_versions_have_another_etag():
     ],
 )
 async def test_numbers_of_thousands_of_digits_fail_nothing(tmp_path, path, headers, status):
-    async with served(tmp_path) as (_, client):
+    async with served(tmp_path, joined=True) as (_, client):
         answer = await client.get(path, headers=headers)
         assert answer.status_code == status, answer.text[:300]
 
 
 @in_a_loop
 async def test_only_so_many_whole_models_are_sent_at_a_time(tmp_path):
-    async with served(tmp_path) as (bench, client):
-        app = make_app(bench.server, events=tmp_path / "events.jsonl", url=lambda: "http://here")
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+    async with served(tmp_path, joined=True) as (_, client):
+        app: Any = client._transport.app  # type: ignore[attr-defined]
         go, sending = asyncio.Event(), []
 
         async def slowly(message: Any) -> None:
@@ -174,7 +156,7 @@ async def test_a_frame_that_the_cache_has_no_room_for_leaves_nothing(tmp_path, m
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    async with served(tmp_path) as (_, client):
+    async with served(tmp_path, joined=True) as (_, client):
         with monkeypatch.context() as patched:
             patched.setattr(os, "replace", full)
             assert (await client.get(version_path(0, 0))).status_code == 507

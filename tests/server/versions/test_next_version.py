@@ -13,6 +13,7 @@ import zstandard
 
 from diloco_cli.core.fragments import Tensor, cut
 from diloco_cli.core.rounds import Receipt
+from diloco_cli.merge.protocols import optimizer_at
 from diloco_cli.merge.rules import Mean, merge
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store.state_format import StoredState
@@ -20,14 +21,14 @@ from diloco_cli.server.versions.next_version import Spoiled, Version, next_versi
 from diloco_cli.wire.chunks import CHUNK, cores
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Header, open_frame, pack, seal
-from tests.server.harness import MemoryPayloads, make_recipe, make_spec
+from tests.server.harness import MemoryPayloads, make_settings, make_spec
 
 NAMES = ("a", "b", "c", *(f"r{number:02}" for number in range(48)))
 TENSORS = (Tensor("embed", (500, 400), embedding=True), Tensor("w", (1500, 1200)))
 
 
-def recipe(**changes: Any) -> ServerSettings:
-    made = make_recipe(make_spec(NAMES, **changes))
+def settings(**changes: Any) -> ServerSettings:
+    made = make_settings(make_spec(NAMES, **changes))
     return replace(made, layout=cut(TENSORS, 1))
 
 
@@ -81,7 +82,7 @@ def merged(run: ServerSettings, frames: list[bytes], *, drain: bool = False) -> 
 @pytest.mark.skipif(cores() < 2, reason="one core is all there is")
 @pytest.mark.parametrize("kind", ["radial", "mean"])
 def test_the_number_of_cores_changes_no_bit(kind):
-    run = recipe(merge={"kind": kind})
+    run = settings(merge={"kind": kind})
     frames = [contribution(run, name, seed) for seed, name in enumerate(("a", "b", "c"))]
     assert run.layout.fragments[0].size > CHUNK
     version, delta = merged(run, frames)
@@ -96,7 +97,7 @@ def test_the_number_of_cores_changes_no_bit(kind):
 
 
 def test_the_delta_leads_to_what_is_published():
-    run = recipe()
+    run = settings()
     version, delta = merged(run, [contribution(run, name, 1) for name in ("a", "b")])
     frame = open_frame(delta, size=run.layout.fragments[0].size)
     received = beginning(run).state.published + frame.values()
@@ -105,7 +106,7 @@ def test_the_delta_leads_to_what_is_published():
 
 
 def test_what_no_encoder_writes_goes_back_to_its_region_alone():
-    run = recipe()
+    run = settings()
     frames = [contribution(run, name, seed) for seed, name in enumerate(("a", "b", "c"))]
     sound = open_frame(frames[1])
 
@@ -119,7 +120,7 @@ def test_what_no_encoder_writes_goes_back_to_its_region_alone():
 
 
 def test_an_absurd_claim_is_refused_and_names_its_region():
-    run = recipe()
+    run = settings()
     frames = [contribution(run, name, 1) for name in ("a", "b")]
     claims = [replace(each, steps=float("nan")) for each in receipts(frames)]
     store, fragment = MemoryPayloads(frames), run.layout.fragments[0]
@@ -139,7 +140,7 @@ class Doubled(Mean):
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_a_rule_without_kernels_is_folded_as_it_says(drain):
-    run = replace(recipe(), merge=Doubled())
+    run = replace(settings(), merge=Doubled())
     frames = [contribution(run, name, seed) for seed, name in enumerate(("a", "b", "c"))]
     version, _ = merged(run, frames, drain=drain)
     before = beginning(run).state
@@ -148,13 +149,14 @@ def test_a_rule_without_kernels_is_folded_as_it_says(drain):
         for receipt, data in zip(receipts(frames), frames, strict=True)
     ]
     delta = merge(run.merge, run.layout.fragments[0], weighed)
-    theta, momentum = run.outer.step(before.theta, before.momentum, delta, drain=drain)
+    outer = optimizer_at(run.outer, 1)
+    theta, momentum = outer.step(before.theta, before.momentum, delta, drain=drain)
     np.testing.assert_array_equal(version.state.theta, theta)
     np.testing.assert_array_equal(version.state.momentum, momentum)
 
 
 def test_memory_does_not_grow_with_the_number_of_regions():
-    run = recipe()
+    run = settings()
     data = [contribution(run, f"r{seed:02}", seed) for seed in range(48)]
     merged(run, data[:2])  # Compiles, and makes each thread's tools.
     peaks = []
@@ -167,7 +169,7 @@ def test_memory_does_not_grow_with_the_number_of_regions():
 
 
 def test_one_that_is_absurdly_long_beside_the_others_leaves_the_round():
-    run = recipe()
+    run = settings()
     frames = [contribution(run, name, seed) for seed, name in enumerate(("a", "b", "c"))]
     honest = open_frame(frames[1])
     frames[1] = pack(honest.header, 1000 * honest.values())

@@ -21,16 +21,23 @@ from diloco_cli.core.journal_records import (
     FrameDecided,
     MemberDropped,
     Record,
+    RoundClosed,
+    RunResumed,
+    TermsAmended,
     VersionPublished,
     decode,
 )
 from diloco_cli.core.ledger import Ledger
+from diloco_cli.core.terms import overlay
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store.state_format import StoredState
 from diloco_cli.server.versions.next_version import Version, next_version
+from diloco_cli.spec.resolved import resolved
+from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.frame import Frame
 from tests.verify.dst.silent_regions import Silence
+from tests.verify.dst.text import ORDER, TextAudit
 
 Shares = dict[int, float]
 """How much of each inner step is in something; 1 is all of it."""
@@ -53,13 +60,16 @@ class Posted:
 class Audit:
     def __init__(
         self,
-        recipe: ServerSettings,
+        settings: ServerSettings,
         initial: Callable,
         trace: Callable[..., None],
         clock: Callable[[], float],
     ) -> None:
-        self.recipe, self.initial, self.trace, self.clock = recipe, initial, trace, clock
-        self.silence = Silence(recipe.spec.server.lease)
+        self.settings, self.initial, self.trace, self.clock = settings, initial, trace, clock
+        self.silence = Silence(settings.spec.server.lease)
+        self.text = TextAudit()
+        self.ledger = Ledger.empty(len(settings.sizes))
+        """Of the records so far."""
         self.frames: dict[str, Posted] = {}
         self.steps = 0
         self.records: list[Record] = []
@@ -68,14 +78,20 @@ class Audit:
         """Digest of every frame the server ever answered for: the fate it told last."""
         self.versions: dict[tuple[int, int], str] = {}
         """Digest of every version anybody was told of."""
-        self.newest = [0] * len(recipe.sizes)
+        self.newest = [0] * len(settings.sizes)
         self.epochs: dict[str, int] = {}
         self.news = 0
         self.said: set[str] = set()
+        self.went_on = 0
+        """Number of the last record that took an end back."""
+        self.amended: dict[str, int] = {}
+        """Number of every amendment that was answered, by its id."""
         self.problem: BaseException | None = None
         self.on_problem: Callable[[], None] = lambda: None
         self.spoiled: set[str] = set()
         """Regions with a rival, or a disk that was lost or set back."""
+        self.retired: set[str] = set()
+        """Regions that left for good, or were removed: what they held may be given up."""
         self.restless: set[str] = set()
         """Regions of which some process died or was fenced."""
 
@@ -111,7 +127,8 @@ class Audit:
 
     def finished(self, worker: Any) -> None:
         """A worker has heard that the run is finished and has nothing left."""
-        whole = self.recipe.spec.sync.alpha == 1 and worker.region not in self.spoiled
+        given_up = self.spoiled | self.retired
+        whole = self.settings.spec.sync.alpha == 1 and worker.region not in given_up
         if not whole or worker.region in self.restless or worker.news.stop:
             return
         books = worker.trainer.books
@@ -142,6 +159,8 @@ class Audit:
             self._told_fate(self._digest_of(exchange), said["fate"])
         elif status == 200 and "versions" in said and "fates" in said:
             self._told_news(path.split("/")[3], said)
+        elif status in (200, 201) and path == "/v1/amendments" and exchange.method == "POST":
+            self._told_amendment(json.loads(exchange.body)["id"], said)
         elif status == 200 and "published" in said and "links" in said:
             self._told_version(said["fragment"], said["version"], said["published"])
 
@@ -179,9 +198,16 @@ class Audit:
         for decided in said["fates"].values():
             self._told_fate(decided["digest"], decided["fate"])
         self.news = max(self.news, said["n"])
-        self.said |= {key for key in ("end", "finished") if said[key]}
+        # An answer may leave later than the record after which it would be another one.
+        if said["n"] >= self.went_on:
+            self.said |= {key for key in ("end", "finished") if said[key]}
         if "epoch" in said:
             self.epochs[region] = max(self.epochs.get(region, 0), said["epoch"])
+
+    def _told_amendment(self, id: str, said: dict[str, Any]) -> None:
+        if said["changes"] or said["recorded"]:
+            number = self.amended.setdefault(id, said["terms"])
+            self.must(number == said["terms"], f"{id} was amendment {number}, is {said['terms']}")
 
     def _told_version(self, fragment: int, version: int, published: str) -> None:
         known = self.versions.setdefault((fragment, version), published)
@@ -199,8 +225,10 @@ class Audit:
         number = state.store.journal.last
         self.must(number <= len(self.records), f"{number} records, {len(self.records)} written")
         del self.records[number:]
+        self.went_on = min(self.went_on, number)
         folded = self._fold()
         self.must(folded == state.ledger, f"the ledger is not the fold of its {number} records")
+        self.ledger = self._fold()
         self._check_promises(folded)
         self.silence.opened(now=self.clock())
         append = state.commit.append
@@ -214,7 +242,7 @@ class Audit:
         state.commit.append = appended
 
     def _fold(self) -> Ledger:
-        return Ledger.folded(len(self.recipe.sizes), enumerate(self.records, 1))
+        return Ledger.folded(len(self.settings.sizes), enumerate(self.records, 1))
 
     def _appended(self, number: int, record: Record) -> None:
         self.must(number == len(self.records) + 1, f"record {number} after {len(self.records)}")
@@ -226,7 +254,18 @@ class Audit:
             )
         if isinstance(record, MemberDropped):
             self.must("could not read" not in record.why, f"payload lost: {record.why}")
+        if isinstance(record, FrameDecided) and record.fate == "pending":
+            region, digest = record.receipt.region, record.receipt.digest
+            known = region in self.ledger.members
+            self.must(known, f"frame {digest[:8]} is accepted, and {region} is no member")
         self.records.append(record)
+        self.ledger.apply(number, record)
+        if isinstance(record, TermsAmended) and record.reopens:
+            self.said.clear()  # The run is open again.
+            self.went_on = number
+        if isinstance(record, RunResumed):
+            self.said.discard("end")
+            self.went_on = number
         self.silence.recorded(record, now=self.clock())
         self.trace("record", number=number, what=record.kind)
 
@@ -251,13 +290,18 @@ class Audit:
             self.must(digest in decided, f"frame {digest[:8]} was {told}, now it is unknown")
             if told != "pending":
                 self.must(fates[digest] == told, f"{digest[:8]} was {told}, is {fates[digest]}")
+        ids = [record.id for record in ledger.amendments]
+        self.must(len(set(ids)) == len(ids), f"an amendment was made twice: {ids}")
+        for id, number in self.amended.items():
+            there = ids.index(id) + 1 if id in ids else 0
+            self.must(there == number, f"{id} was amendment {number}, now it is {there}")
         for key in self.said:
             self.must(getattr(ledger, key), f"{key} was said, and is not on record")
 
     def _fates(self) -> tuple[set[str], dict[str, str]]:
         """Every decided frame, and what became of it, by the records alone."""
         fates: dict[str, str] = {}
-        ledger = Ledger.empty(len(self.recipe.sizes))
+        ledger = Ledger.empty(len(self.settings.sizes))
         for number, record in enumerate(self.records, 1):
             match record:
                 case FrameDecided():
@@ -275,11 +319,13 @@ class Audit:
 
     # The end
 
-    def closing(self, root: Path, books: bool) -> None:
+    def closing(self, root: Path, *, books: bool, calm: bool) -> None:
         """Looks at everything once more when the run is finished."""
         ledger = self._fold()
         self.must(ledger.finished, "the run ended without being finished")
         self._check_promises(ledger)
+        for digest, fate in self._fates()[1].items():
+            self.must(fate != "pending", f"frame {digest[:8]} was accepted and became of nothing")
         for f, slot in enumerate(ledger.slots):
             left = sorted([*slot.waiting, *slot.closing])
             self.must(not left, f"{', '.join(left)} wait for ever to be merged into {f}")
@@ -288,19 +334,31 @@ class Audit:
         if books:
             self.must(summary["balanced"], f"tokens do not balance: {summary['fragments']}")
 
+        if calm:
+            self._check_budget(ledger)
+
+    def _check_budget(self, ledger: Ledger) -> None:
+        """Where nothing went wrong, no more is merged than the budget and two steps of each."""
+        settings = self.settings
+        budget, applied = settings.spec.budget.tokens, ledger.applied(settings.sizes)
+        step = sum(settings.step_tokens(region) for region in ledger.members)
+        self.must(applied <= budget + 2 * step, f"{applied} of {budget} tokens are merged")
+        least = budget - settings.spec.sync.every * step
+        self.must(applied > least, f"only {applied} of {budget} tokens are merged")
+
     def _check_merged(self) -> None:
         """Makes every version again from nothing, and counts the work in it."""
-        ledger, store = Ledger.empty(len(self.recipe.sizes)), cast(Any, self)
+        ledger, store = Ledger.empty(len(self.settings.sizes)), cast(Any, self)
         versions, merged = self._begin(), Counter[str]()
+        every_terms, closed = [self.settings], dict[int, int]()
         shares: list[Shares] = [{} for _ in versions]
         for number, record in enumerate(self.records, 1):
             if isinstance(record, VersionPublished):
                 f = record.fragment
-                slot, about = ledger.slots[f], self.recipe.layout.fragments[f]
+                slot, about = ledger.slots[f], self.settings.layout.fragments[f]
                 receipts = tuple(slot.closing.values())
-                made = next_version(
-                    self.recipe, store, versions[f], about, receipts, drain=slot.drain
-                )
+                settings = every_terms[closed[f]]
+                made = next_version(settings, store, versions[f], about, receipts, drain=slot.drain)
                 if not isinstance(made, tuple):
                     self.must(False, f"version {record.version} of {f}: {made}")
                     return
@@ -315,17 +373,25 @@ class Audit:
                     for step, share in self.frames[receipt.digest].shares.items():
                         shares[f][step] = shares[f].get(step, 0.0) + share
             ledger.apply(number, record)
+            if isinstance(record, RoundClosed):
+                closed[record.fragment] = len(every_terms) - 1
+            if isinstance(record, TermsAmended):
+                data = overlay(resolved(self.settings.spec), ledger.amendments)
+                every_terms.append(every_terms[-1].amended(RunSpec.model_validate(data)))
         twice = [digest[:8] for digest, count in merged.items() if count > 1]
         self.must(not twice, f"merged twice: {twice}")
         for f, found in enumerate(shares):
             over = [step for step, share in found.items() if share > 1 + 1e-6]
             self.must(not over, f"steps {over[:5]} were merged twice into fragment {f}")
+            lapsed = ledger.orders[ORDER.digest].lapsed if ledger.orders else ()
+            again = self.text.repeated(found, lapsed, self.spoiled)
+            self.must(not again, f"windows {again} were merged twice into fragment {f}")
 
     def _begin(self) -> list[Version]:
         versions = []
-        for fragment in self.recipe.layout.fragments:
+        for fragment in self.settings.layout.fragments:
             theta = gather(self.initial(), fragment)
-            state = StoredState(theta, self.recipe.outer.start(fragment.size), theta)
+            state = StoredState(theta, self.settings.outer.start(fragment.size), theta)
             versions.append(Version(0, state, "", {}, ()))
         return versions
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from diloco_cli.core import rounds
+from diloco_cli.core import conductor, lanes, rounds, terms
+from diloco_cli.core.journal_records import TermsAmended
+from diloco_cli.core.ledger import Ledger
 from diloco_cli.server.recovery import start
-from diloco_cli.server.rounds import coordinator
+from diloco_cli.server.rounds import amendments, coordinator, membership
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.rounds.leases import Leases
 from diloco_cli.server.rounds.publish import Publisher
@@ -24,6 +26,7 @@ from diloco_cli.server.store import draft, journal, journal_format, on_disk
 from diloco_cli.server.store.group_commit import GroupCommit
 from diloco_cli.server.store.journal import FileJournal
 from diloco_cli.server.store.run_store import RunStore
+from diloco_cli.server.terms import TermsHistory
 from diloco_cli.server.versions.newest import PublishedVersions
 from diloco_cli.system import files as files
 from tests.verify.dst.seeded_run import Setting, silenced
@@ -55,7 +58,13 @@ async def _nothing(*args: Any, **options: Any) -> None:
 
 
 def _ack_before_journal() -> list[Change]:
-    return [(GroupCommit, "durable", _nothing)]
+    async def close(self: Any) -> None:
+        # A thread under way when its journal is closed would stand still for ever: see loop.py.
+        with patch.object(GroupCommit, "durable", real):
+            await shut(self)
+
+    real, shut = GroupCommit.durable, GroupCommit.close
+    return [(GroupCommit, "durable", _nothing), (GroupCommit, "close", close)]
 
 
 def _journal_not_flushed() -> list[Change]:
@@ -165,7 +174,7 @@ def _said_before_durable() -> list[Change]:
     async def said(self: Any, build: Callable[[], Any]) -> Any:
         return build()
 
-    return [(State, "said", said)]
+    return [(State, "answer_when_durable", said)]
 
 
 def _version_without_files() -> list[Change]:
@@ -249,10 +258,131 @@ def _one_lease_waited_for() -> list[Change]:
         return [
             region
             for region in self.not_drained()
-            if now < max(since, self.all[region].seen) + self.lease
+            if now < max(since, self.all[region].seen) + self.all[region].seconds
         ]
 
     return [(Leases, "undrained", undrained)]
+
+
+def _newest_terms_for_all() -> list[Change]:
+    return [(TermsHistory, "__getitem__", lambda self, number: self.newest)]
+
+
+def _terms_before() -> list[Change]:
+    real = TermsHistory.__getitem__
+    return [(TermsHistory, "__getitem__", lambda self, number: real(self, max(0, number - 1)))]
+
+
+def _retired_accepted() -> list[Change]:
+    """Only their frames: a region that was removed still hears of it with its next heartbeat."""
+
+    def admit(receipt: Any, record: Any, **options: Any) -> Any:
+        return real(receipt, replace(record, retired=""), **options)
+
+    def check_epoch(self: Any, region: str, epoch: int) -> None:
+        if region not in self.state.ledger.retired:
+            self.membership.check_epoch(region, epoch)
+
+    async def heartbeat(self: Any, region: str, said: Any) -> Any:
+        self.membership.check_epoch(region, said.epoch)
+        return await beat(self, region, said)
+
+    async def wait_news(self: Any, region: str, **options: Any) -> Any:
+        self.membership.check_epoch(region, options["epoch"])
+        return await wait(self, region, **options)
+
+    real, beat, wait = rounds.admit, Coordinator.heartbeat, Coordinator.wait_news
+    return [
+        (coordinator.rounds, "admit", admit),
+        (Coordinator, "check_epoch", check_epoch),
+        (Coordinator, "heartbeat", heartbeat),
+        (Coordinator, "wait_news", wait_news),
+    ]
+
+
+def _dropped_with_the_region() -> list[Change]:
+    def retire(self: Any, region: str, retirement: Any) -> None:
+        for slot in self.slots:
+            slot.waiting.pop(region, None)
+        real(self, region, retirement)
+
+    def rounds_without(state: Any, region: str, *why: Any) -> None:
+        table = state.table
+        table.rounds = [
+            replace(each, members=tuple(m for m in each.members if m != region))
+            for each in table.rounds
+        ]
+        let_go(state, region, *why)
+
+    real, let_go = Ledger._retire, membership.let_go
+    return [
+        (Ledger, "_retire", retire),
+        (membership, "let_go", rounds_without),
+        (amendments, "let_go", rounds_without),
+    ]
+
+
+def _lane_handed_out_twice() -> list[Change]:
+    """To the next before its owner has given it up."""
+
+    def deal(table: Any, readers: Any) -> Any:
+        asked = real(table, readers).asked
+        given = {
+            lane: lanes.LanePosition(table.owners[lane].grant, table.owners[lane].position)
+            for each in asked.values()
+            for lane in each
+        }
+        return real(table, replace(readers, released={**given, **readers.released}))
+
+    real = lanes.deal
+    return [(conductor.lanes, "deal", deal)]
+
+
+def _lane_begun_again() -> list[Change]:
+    """Where its grant began, not where its owner has given it up."""
+
+    def deal(table: Any, readers: Any) -> Any:
+        dealing = real(table, readers)
+        moves = {
+            why: tuple(
+                move._replace(at=table.owners[move.lane].position) if why == "released" else move
+                for move in group
+            )
+            for why, group in dealing.moves.items()
+        }
+        return replace(dealing, moves=moves)
+
+    real = lanes.deal
+    return [(conductor.lanes, "deal", deal)]
+
+
+def _retired_for_ever() -> list[Change]:
+    def retire(self: Any, region: str, retirement: Any) -> None:
+        real(self, region, retirement)
+        for slot in self.slots:
+            slot.merged.pop(region, None)
+            slot.decided.pop(region, None)
+        self.regions.pop(region, None)
+        self.retired.pop(region, None)
+
+    real = Ledger._retire
+    return [(Ledger, "_retire", retire)]
+
+
+def _amended_again() -> list[Change]:
+    return [(terms, "known", lambda amendments, request: None)]
+
+
+def _amended_in_memory() -> list[Change]:
+    def record(self: Any, record: Any) -> None:
+        if isinstance(record, TermsAmended) and not record.reopens:
+            self.ledger.apply(self.ledger.news, record)
+            self.history.apply(self.ledger, record)
+        else:
+            real(self, record)
+
+    real = State.record
+    return [(State, "record", record)]
 
 
 BUGS: dict[str, Bug] = {
@@ -293,5 +423,18 @@ BUGS: dict[str, Bug] = {
     "one-lease-waited": Bug(
         "silence of one lease, not two, is enough", _one_lease_waited_for, setting=silenced
     ),
+    "newest-terms": Bug("a version is made by the newest terms", _newest_terms_for_all),
+    "amended-again": Bug("an amendment that comes again is made again", _amended_again),
+    "amended-in-memory": Bug("an amendment is not on record", _amended_in_memory),
+    "terms-before": Bug("a version is made by the terms before its own", _terms_before),
+    "retired-accepted": Bug("frames of a region that was removed are accepted", _retired_accepted),
+    "dropped-with-the-region": Bug(
+        "what a retired region had accepted is dropped", _dropped_with_the_region
+    ),
+    "lane-handed-out-twice": Bug(
+        "a lane goes to the next before its owner gave it up", _lane_handed_out_twice
+    ),
+    "lane-begun-again": Bug("the next owner begins where the last one began", _lane_begun_again),
+    "name-forgotten": Bug("a retired name is free, epochs and all", _retired_for_ever),
     "old-weights-served": Bug("a version is served with the weights before", _old_version_served),
 }

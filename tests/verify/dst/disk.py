@@ -36,7 +36,7 @@ REAL = {
     name: getattr(os, name)
     for name in (
         *("open", "close", "write", "pwrite", "pwritev", "ftruncate", "fsync", "fdatasync"),
-        *("replace", "unlink", "mkdir", "statvfs"),
+        *("replace", "unlink", "mkdir", "rmdir", "statvfs"),
     )
 }
 
@@ -218,10 +218,27 @@ class Disk:
         if (ours := self._ours(path)) and not more:
             self._call("mkdir", ours)
         REAL["mkdir"](path, mode, **more)
+        if ours and not more:
+            self.folders[ours.stat().st_ino] = {}
+
+    def _rmdir(self, path: Any, **more: Any) -> None:
+        # What was in it went by calls that are not watched: it comes back empty, if at all.
+        ours = None if more.get("dir_fd") is not None else self._ours(path)
+        number = ours.stat().st_ino if ours else 0
+        REAL["rmdir"](path, **more)
+        if ours and self.folders.pop(number, None) is not None:
+            names = self.folders.get(ours.parent.stat().st_ino, {})
+            if names.get(ours.name) == number:
+                self._ghosts -= 1
+                names[ours.name] = self._ghosts
+                self.folders[self._ghosts] = {}
 
     def _statvfs(self, path: Any) -> Any:
         if self._ours(path):
-            return SimpleNamespace(f_bavail=0 if self.full else 1 << 30, f_frsize=4096)
+            room = 0 if self.full else 1 << 30
+            return SimpleNamespace(
+                f_bavail=room, f_bfree=room, f_blocks=1 << 31, f_frsize=4096, f_bsize=4096
+            )
         return REAL["statvfs"](path)
 
     # What is left

@@ -35,7 +35,21 @@ Once = Callable[[int, str | None], Outcome]
 SHOWN = (
     *("kills", "power cuts", "SIGTERM", "failed", "stopped", "EIO", "ENOSPC"),
     *("lost", "reply lost", "twice", "cut", "gone", "fenced"),
-    *("restart", "pause", "rival", "restore", "lose", "leave", "stop", "clock"),
+    *(
+        "amended",
+        "joined unlisted",
+        "retired",
+        "removed",
+        "lanes moved",
+        "restart",
+        "pause",
+        "rival",
+        "restore",
+        "lose",
+        "leave",
+        "stop",
+        "clock",
+    ),
 )
 
 

@@ -26,6 +26,7 @@ from diloco_cli.server.recovery.start import open_coordinator
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store import run_identity
+from diloco_cli.server.terms import build_plain
 from diloco_cli.system import files as files
 from tests.verify.dst.disk import Disk
 from tests.verify.dst.loop import BEGIN, Life, Loop
@@ -59,11 +60,11 @@ class Host:
         loop: Loop,
         disk: Disk,
         rng: Random,
-        recipe: ServerSettings,
+        settings: ServerSettings,
         trace: Trace,
         initial: Callable,
     ) -> None:
-        self.loop, self.disk, self.rng, self.recipe = loop, disk, rng, recipe
+        self.loop, self.disk, self.rng, self.settings = loop, disk, rng, settings
         self.trace, self.initial = trace, initial
         self.outside = contextvars.copy_context()
         self.deaths = Deaths()
@@ -97,7 +98,7 @@ class Host:
     async def _live(self) -> int:
         events: Any = SimpleNamespace(note=self._note, path=self.disk.root / "events.jsonl")
         return await lifecycle._serve(
-            self.recipe, self.disk.root, self.initial, events, with_parent=False
+            self.settings, self.disk.root, self.initial, build_plain, events, with_parent=False
         )
 
     def _note(self, kind: str, **fields: Any) -> None:
@@ -117,7 +118,7 @@ class Host:
             self._give_up(error)
         life.end()
         self.disk.let_go()
-        self.app = None
+        self.drop_app()
         if state and state.ledger.finished and error is None:
             self.over.set_result(None)
         else:
@@ -151,7 +152,7 @@ class Host:
         power = self.rng.random() < self.deaths.power if power is None else power
         self.count["power cuts" if power else "kills"] += 1
         self.trace("power cut" if power else "killed", step=self.steps)
-        self.app = None
+        self.drop_app()
         life.end()
         self.on_crash(power)
         try:
@@ -159,6 +160,13 @@ class Host:
         except Exception as error:  # In a thread that is dead by now nobody would hear it.
             self._give_up(error)
         self.loop.call_later(self.rng.uniform(0.1, 4), self.start, context=self.outside)
+
+    def drop_app(self) -> None:
+        """Closes what a dead process does not keep open; requests it left behind write nothing."""
+        if self.app:
+            self.app.audit.close()
+            self.app.audit.addFilter(lambda record: False)
+        self.app = None
 
     def stop(self) -> None:
         """SIGTERM."""
@@ -208,12 +216,11 @@ class Host:
         return 1.7e9 + self.loop.time() - BEGIN + self.skew
 
     def _open(
-        self, recipe: ServerSettings, folder: Path, initial: Any, **options: Any
+        self, settings: ServerSettings, folder: Path, initial: Any, **options: Any
     ) -> Coordinator:
         self.coordinator = None
-        options["notice"] = lambda said: self.trace("notice", said=said.split(":", 1)[-1])
         self.coordinator = open_coordinator(
-            recipe, folder, initial, clock=self.loop.time, wall=self.wall, **options
+            settings, folder, initial, clock=self.loop.time, wall=self.wall, **options
         )
         try:
             self.on_open(self.coordinator)

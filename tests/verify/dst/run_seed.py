@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import json
 import shutil
 import tempfile
 import traceback
@@ -15,14 +16,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from diloco_cli.core.journal_records import VersionPublished
+from diloco_cli.core.journal_records import LanesDealt, RegionRetired, VersionPublished
 from tests.verify.dst.audit import Audit, Violation
 from tests.verify.dst.disk import Disk
 from tests.verify.dst.host import Deaths, Host
 from tests.verify.dst.loop import BEGIN, Life, Loop, Stuck
 from tests.verify.dst.network import Lost, Network, Weather
-from tests.verify.dst.seeded_run import Blow, Setting, drawn, initial, recipe_of
+from tests.verify.dst.seeded_run import UNLISTED, Blow, Setting, Wish, drawn, initial, settings_of
 from tests.verify.dst.worker import Worker
 
 PATIENCE = 1500.0
@@ -67,6 +69,11 @@ def play(seed: int, setting: Setting | None = None) -> Outcome:
     return outcome
 
 
+def setting_is_calm(setting: Setting) -> bool:
+    """Says whether nothing goes wrong and nothing changes."""
+    return not (setting.blows or setting.faults_end or setting.wishes)
+
+
 class Play:
     def __init__(self, setting: Setting, root: Path, outcome: Outcome) -> None:
         self.setting, self.outcome = setting, outcome
@@ -78,10 +85,10 @@ class Play:
             most_events=MOST_EVENTS,
         )
         self.loop.slow, self.loop.sluggish = setting.slow, setting.sluggish
-        self.recipe = recipe_of(setting.spec)
-        self.audit = Audit(self.recipe, initial, self.trace, self.loop.time)
+        self.settings = settings_of(setting.spec)
+        self.audit = Audit(self.settings, initial, self.trace, self.loop.time)
         self.disk = Disk(root, self._chance("disk"), self.loop, self.trace)
-        host = Host(self.loop, self.disk, self._chance("host"), self.recipe, self.trace, initial)
+        host = Host(self.loop, self.disk, self._chance("host"), self.settings, self.trace, initial)
         host.deaths = setting.deaths
         host.on_open, host.on_reply = self.audit.opened, self.audit.replied
         self.host = host
@@ -96,7 +103,7 @@ class Play:
         return Worker(
             self.loop,
             self.network,
-            self.recipe,
+            self.settings,
             self.audit,
             self._chance(name),
             region=region,
@@ -117,7 +124,11 @@ class Play:
             try:
                 self.loop.run_until_complete(self._run())
                 self._reopen()
-                self.audit.closing(self.disk.root, self._books_must_balance())
+                self.audit.closing(
+                    self.disk.root,
+                    books=self._books_must_balance(),
+                    calm=setting_is_calm(self.setting),
+                )
             except (Violation, Stuck) as error:
                 outcome.problem = f"{type(error).__name__}: {error}"
             except Exception as error:
@@ -138,6 +149,12 @@ class Play:
         outcome.count["versions"] = sum(
             isinstance(record, VersionPublished) for record in self.audit.records
         )
+        kinds = Counter(type(record) for record in self.audit.records)
+        outcome.count["retired"], outcome.count["lanes moved"] = (
+            kinds[RegionRetired],
+            kinds[LanesDealt],
+        )
+        outcome.count["joined unlisted"] = len(self.audit.ledger.regions.keys() & set(UNLISTED))
         outcome.count["excused"] = len(self.audit.silence.excused)
         outcome.count["acknowledged"] = len(self.audit.acknowledged)
         outcome.count["fenced"] = sum(worker.count["fenced"] for worker in self.workers)
@@ -149,6 +166,8 @@ class Play:
             loop.call_later(setting.starts[worker.region], worker.start)
         for blow in setting.blows:
             loop.call_later(blow.at, self._strike, blow)
+        for wish in setting.wishes:
+            loop.call_later(wish.at, lambda wish=wish: loop.create_task(self._amend(wish)))
         loop.call_later(setting.faults_end, self._calm)
         person = loop.create_task(self._watch())
         try:
@@ -165,6 +184,38 @@ class Play:
             await asyncio.sleep(self.rng.uniform(1.0, 12.0))
             with suppress(Lost):
                 await self.network.ask("person", "GET", path, {})
+
+    async def _amend(self, wish: Wish) -> None:
+        """An operator asks until there is an answer; two of them may ask at once."""
+        asked: dict[str, Any] = {"id": wish.id, "set": wish.set, "sure": True}
+        if wish.remove:
+            self.audit.retired.add(wish.remove)
+            asked["remove"] = [wish.remove]
+        if wish.add:
+            asked["add"] = [{"name": wish.add}]
+        headers = {"diloco-wire": "1", "content-type": "application/json"}
+        while not self.host.over.done():
+            with suppress(Lost):
+                body = json.dumps(asked).encode()
+                reply = await self.network.ask(
+                    "operator", "POST", "/v1/amendments", headers, body, seconds=3.0
+                )
+                if reply.status in (200, 201):
+                    self.outcome.count["amended"] += reply.status == 201
+                    self.outcome.count["removed"] += bool(wish.remove)
+                    self._let_in(wish.add)
+                    return
+                if reply.status == 422 and (wish.add or wish.remove):
+                    return  # It has never joined, or was not removed yet.
+                if reply.status == 422:
+                    raise Violation(f"{wish} was refused: {reply.body!r}")
+            await asyncio.sleep(self.rng.uniform(0.2, 2.0))
+
+    def _let_in(self, region: str) -> None:
+        for worker in self.workers:
+            if worker.region == region and worker.dismissed:
+                worker.dismissed = False
+                worker.start()
 
     def _stop(self) -> None:
         if not self.host.over.done():
@@ -191,7 +242,7 @@ class Play:
         self.host.life = life
 
         async def reopened() -> None:
-            coordinator = self.host._open(self.recipe, self.disk.root / "server", initial)
+            coordinator = self.host._open(self.settings, self.disk.root / "server", initial)
             coordinator.state.store.close()
 
         self.loop.run_until_complete(life.task(self.loop, reopened()))
@@ -211,6 +262,7 @@ class Play:
         for worker in self.workers:
             worker.die()
         if self.host.life:
+            self.host.drop_app()
             self.host.life.end()
         self.disk.let_go()
         with suppress(Exception):
@@ -248,7 +300,10 @@ class Play:
         self.loop.call_later(blow.length, over)
 
     def _strike_worker(self, worker: Worker, blow: Blow) -> None:
-        if worker.done or worker.left:
+        if worker.done or worker.left or worker.dismissed:
+            return
+        if blow.kind == "retire":
+            worker.retire()
             return
         again = self.rng.uniform(0.5, 12.0)
         if blow.kind == "pause":

@@ -23,6 +23,9 @@ PATIENCE = 60
 
 QUICK = (
     "ack-before-journal",
+    "amended-again",
+    "lane-handed-out-twice",
+    "name-forgotten",
     "nobody-waited-for",
     "names-not-flushed",
     "payloads-dropped-early",
@@ -37,7 +40,9 @@ def test_no_promise_breaks_and_everything_really_happens():
         outcome = attempt(seed)
         assert not outcome.problem, f"python -m tests.verify.dst.explore --from {seed} --trace"
         sums.update(outcome.count)
-    for kind in ("kills", "power cuts", "versions", "acknowledged", "lost", "twice", "EIO"):
+    happened = ("kills", "power cuts", "versions", "acknowledged", "lost", "twice", "EIO")
+    members = ("joined unlisted", "retired", "removed", "lanes moved")
+    for kind in (*happened, "amended", *members):
         assert sums[kind] > 0, kind
 
 
@@ -78,7 +83,7 @@ def test_the_explorer_shows_every_step_of_a_run(capsys):
 
 
 def test_a_region_that_sleeps_through_the_end_is_waited_for_two_leases_and_no_longer():
-    outcomes = [play(number, silenced(number)) for number in (12, 18, 24)]
+    outcomes = [play(number, silenced(number)) for number in (12, 24, 36)]
     assert not any(outcome.problem for outcome in outcomes)
     assert {outcome.count["excused"] for outcome in outcomes} == {0, 1}
     assert find("one-lease-waited")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from diloco_cli.core import unmerged_work
+from diloco_cli.core import lanes, unmerged_work
+from diloco_cli.core.lanes import Assignment, Cursor, LanePosition
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.wire.frame import Frame, Header, open_frame, pack
 from diloco_cli.wire.messages import News
 from diloco_cli.worker.mailbox import Image
 from tests.verify.dst.audit import Audit, Shares
+from tests.verify.dst.text import LANES, ORDER, WINDOWS
 
 STEPS = np.random.default_rng(3).normal(scale=0.01, size=(64, 512)).astype(np.float32)
 """What inner steps do to the weights; which one comes is a matter of the step's number."""
@@ -26,6 +28,7 @@ class Saved:
     books: tuple[unmerged_work.Book, ...]
     held: tuple[np.ndarray, ...]
     shares: tuple[Shares, ...]
+    cursor: Cursor
 
 
 @dataclass
@@ -47,22 +50,24 @@ class Trainer:
 
     def __init__(
         self,
-        recipe: ServerSettings,
+        settings: ServerSettings,
         region: str,
         run: str,
         folder: Folder,
         audit: Audit,
         rng: Random,
     ) -> None:
-        self.recipe, self.region, self.run, self.folder = recipe, region, run, folder
+        self.settings, self.region, self.run, self.folder = settings, region, run, folder
         self.audit, self.rng = audit, rng
-        self.sync = recipe.spec.sync
-        self.fragments = range(len(recipe.sizes))
-        inner = recipe.spec.inner_of(region)
+        self.sync = settings.spec.sync
+        self.fragments = range(len(settings.sizes))
+        inner = settings.spec.inner_of(region)
         self.tokens = float(inner.batch * inner.sequence)
         self.poisoned = 0.0
         self.fates: dict[int, tuple[str, str]] = {}
         self.steps = 0
+        self.retiring = False
+        """It makes no step any more, and leaves when what it holds is merged."""
 
     def start(self, high: int) -> None:
         """Stands where checkpoint and outbox say."""
@@ -70,11 +75,16 @@ class Trainer:
         self.frames = {f: open_frame(data) for f, data in self.folder.outbox.items()}
         clocks = [frame.header.clock for frame in self.frames.values()]
         self.clock = max(saved.clock if saved else 0, high, *clocks, 0)
+        self.kept = saved.cursor if saved else Cursor(ORDER.digest, LANES)
+        self.cursor = self.kept
+        newest = max(self.frames.values(), key=lambda each: each.header.clock, default=None)
+        if newest and newest.header.clock > (saved.clock if saved else -1):
+            self.cursor = Cursor.of(newest.header.cursor)
         self.books: list[unmerged_work.Book] = []
         self.held: list[np.ndarray] = []
         self.shares: list[Shares] = []
         for f in self.fragments:
-            frame, size = self.frames.get(f), self.recipe.sizes[f]
+            frame, size = self.frames.get(f), self.settings.sizes[f]
             book, origin = unmerged_work.start(
                 saved.books[f] if saved else None,
                 _posted(frame) if frame else None,
@@ -104,27 +114,48 @@ class Trainer:
                 self._book(f, *unmerged_work.abandon(self.books[f]))
             self.save()
             return True
-        if not news.end and self._may_step(news):
+        self._follow(news)
+        if self.retiring:
+            return self._is_empty()
+        if not news.end and self._may_step(news) and self._has_room(news):
             self._step()
         return False
+
+    def _follow(self, news: News) -> None:
+        """Reads on as the server says; what is given up is told once it is saved."""
+        if told := news.lanes:
+            owned = {lane: LanePosition(*at) for lane, at in told.lanes.items()}
+            given = Assignment(told.order, told.count, owned, told.asked)
+            self.cursor = lanes.follow(self.cursor, given, windows=WINDOWS)
+        if self.cursor.released != self.kept.released and self.rng.random() < 0.7:
+            self.save()
+
+    def _is_empty(self) -> bool:
+        return all(book.flight is None and book.held.steps < 1 for book in self.books)
 
     def save(self) -> None:
         held = tuple(each.copy() for each in self.held)
         shares = tuple(dict(each) for each in self.shares)
-        self.folder.saved = Saved(self.clock, tuple(self.books), held, shares)
+        self.folder.saved = Saved(self.clock, tuple(self.books), held, shares, self.cursor)
+        self.kept = self.cursor
 
     def report(self, news: News) -> dict[str, Any]:
         """What a heartbeat says about training."""
         books = self.books
-        empty = [book.flight is None and book.held.steps < 1 for book in books]
         totals = [{**asdict(book.totals), "pending": book.pending} for book in books]
         fates = ("trained", "applied", "pending", "refused", "discarded")
         return {
             "step": self.steps,
-            "drained": news.end and all(empty),
+            "ended": news.ended if news.end and self._is_empty() else 0,
+            "reading": self._reading(),
             "fragments": [{"version": b.version, "steps": b.fresh.steps} for b in books],
             "tokens": {fate: [each[fate] for each in totals] for fate in fates},
         }
+
+    def _reading(self) -> dict[str, Any]:
+        kept, cursor = self.kept.released, self.cursor
+        given = {lane: at for lane, at in cursor.released.items() if kept.get(lane) == at}
+        return {**replace(cursor, released=given).as_record(), "order": ORDER.model_dump()}
 
     def _is_settled(self, news: News) -> bool:
         return all(
@@ -133,17 +164,29 @@ class Trainer:
         )
 
     def _may_step(self, news: News) -> bool:
-        if any(book.version < 0 for book in self.books):
+        if any(book.version < 0 for book in self.books) or not self.cursor.lanes:
             return False
         return bool(self.sync.overlap) or unmerged_work.waits_for(self.books, news.calls) is None
 
+    def _has_room(self, news: News) -> bool:
+        return news.until is None or self.trained < news.until
+
+    @property
+    def trained(self) -> float:
+        return max(book.totals.trained for book in self.books)
+
     def _step(self) -> None:
         step = self.audit.new_step()
+        lane = min(self.cursor.lanes, key=lambda one: (self.cursor.lanes[one].position, one))
+        grant, at = self.cursor.lanes[lane]
+        moved = {**self.cursor.lanes, lane: LanePosition(grant, at + 1)}
+        self.cursor = replace(self.cursor, lanes=moved)
+        self.audit.text.reads(step, self.region, (lane, at))
         self.clock += 1
         self.steps += 1
         for f in self.fragments:
             self.books[f] = unmerged_work.step(self.books[f], self.tokens)
-            self.held[f] += STEPS[step % len(STEPS), : self.recipe.sizes[f]]
+            self.held[f] += STEPS[step % len(STEPS), : self.settings.sizes[f]]
             self.shares[f][step] = 1.0
 
     def _answer(self, news: News) -> None:
@@ -160,10 +203,10 @@ class Trainer:
             held = np.full_like(held, 1e18)
         header = Header.contribution(
             run=self.run,
-            layout=self.recipe.layout.digest,
+            layout=self.settings.layout.digest,
             fragment=f,
             size=held.size,
-            codec=self.recipe.spec.wire.up,
+            codec=self.settings.spec.wire.up,
             base=flight.base,
             region=self.region,
             clock=clock,
@@ -171,6 +214,7 @@ class Trainer:
             tokens=flight.work.tokens,
             steps=flight.work.steps,
             totals=asdict(book.totals),
+            cursor=self.cursor.as_record(),
         )
         data = pack(header, held)
         frame = open_frame(data)

@@ -34,6 +34,7 @@ from diloco_cli.worker.agent.published_weights import add_up, unpack
 from tests.verify.dst.audit import Audit, Violation
 from tests.verify.dst.loop import Life, Loop
 from tests.verify.dst.network import Lost, Network, Reply
+from tests.verify.dst.text import ORDER
 from tests.verify.dst.trainer import Folder, Trainer
 
 NO_ANSWER = (400, 408, 413, 500, 503, 507)
@@ -51,15 +52,15 @@ class Worker:
         self,
         loop: Loop,
         network: Network,
-        recipe: ServerSettings,
+        settings: ServerSettings,
         audit: Audit,
         rng: Random,
         **about: Any,
     ) -> None:
-        self.loop, self.network, self.recipe, self.audit, self.rng = (
+        self.loop, self.network, self.settings, self.audit, self.rng = (
             loop,
             network,
-            recipe,
+            settings,
             audit,
             rng,
         )
@@ -71,15 +72,17 @@ class Worker:
         self.folder = Folder(self.name)
         self.backup: Folder | None = None
         self.life: Life | None = None
-        self.done = self.left = False
+        self.done = self.left = self.retiring = False
+        self.dismissed = False
+        """Told that it was removed; started again when it is added."""
         self.trainer: Trainer | None = None
         self.count: Counter[str] = Counter()
-        self.renamed = 0
+        self.renamed = self.beats = 0
 
     # Life
 
     def start(self) -> None:
-        if (self.life and not self.life.dead) or self.done or self.left:
+        if (self.life and not self.life.dead) or self.done or self.left or self.dismissed:
             return
         self.life = Life(self.name)
         self.folder.boot += 1
@@ -100,9 +103,14 @@ class Worker:
         self.run = about.run
         while not self.done:
             joined = await self._join()
+            if joined is None:
+                self._leave_dismissed()
+                return
             self.epoch, self.news = joined.epoch, joined
-            trainer = Trainer(self.recipe, self.region, self.run, self.folder, self.audit, self.rng)
-            trainer.poisoned = self.poisoned
+            trainer = Trainer(
+                self.settings, self.region, self.run, self.folder, self.audit, self.rng
+            )
+            trainer.poisoned, trainer.retiring = self.poisoned, self.retiring
             trainer.start(joined.high)
             self.trainer = trainer
             self._acked: dict[int, str] = {}
@@ -123,11 +131,26 @@ class Worker:
                 self.audit.trace("fenced", who=self.name)
                 continue
             await self._goodbye()
+            if self.retiring and not self.news.finished:
+                self.left = True
+                self.audit.retired.add(self.region)
+                return
             if not self.news.finished:
                 self._come_back()
                 return
             self.done = True
             self.audit.finished(self)
+
+    def retire(self) -> None:
+        """Leaves for good, once what it holds is merged."""
+        self.retiring = True
+        if self.trainer:
+            self.trainer.retiring = True
+
+    def _leave_dismissed(self) -> None:
+        self.dismissed = True
+        self.audit.trace("dismissed", who=self.name)
+        self.die()
 
     def _come_back(self) -> None:
         """Everybody was asked to stop; somebody starts the run again."""
@@ -181,13 +204,16 @@ class Worker:
     async def _about(self) -> Run:
         return parse(Run, (await self._until_answered("GET", messages.RUN)).body)
 
-    async def _join(self) -> Joined:
+    async def _join(self) -> Joined | None:
+        """The answer to a join; None if the region was removed from the run."""
         while True:
             asked = Join(
                 owner=self.folder.owner,
                 boot=self.folder.boot,
-                spec_digest=self.recipe.spec_digest,
-                layout_digest=self.recipe.layout.digest,
+                spec_digest=self.settings.spec_digest,
+                layout_digest=self.settings.layout.digest,
+                order=ORDER,
+                key=f"key-of-{self.region}",
             )
             reply = await self._until_answered(
                 "POST", messages.join_path(self.region), asked.body()
@@ -196,16 +222,20 @@ class Worker:
                 return parse(Joined, reply.body)
             found = parse_error(reply.body)
             code = found[0].code if found else ""
+            if code == "retired":
+                return None
             if code == "older-copy":
                 self.renamed += 1
                 self.folder.owner, self.folder.boot = f"{self.name}.{self.renamed}", 1
-            elif code != "held":
+            elif code not in ("held", "too-soon"):
                 raise Violation(f"{self.name} may not join: {reply.body!r}")
             await asyncio.sleep(self.rng.uniform(0.3, 2.0))
 
     def _take(self, news: News) -> None:
         if news.n < self.news.n:
-            return
+            news = self.news.model_copy(update={"until": news.until})
+        if news.until is None:
+            news = news.model_copy(update={"until": self.news.until})
         self.news = news
         for f, decided in news.fates.items():
             self._decided(f, decided.digest, decided.fate)
@@ -222,12 +252,16 @@ class Worker:
 
     async def _heartbeat(self, *, stopping: bool = False) -> News:
         assert self.trainer is not None
+        self.beats += 1
         said = {
             **self.trainer.report(self.news),
             "epoch": self.epoch,
             "training": True,
             "stopping": stopping,
+            "retiring": self.retiring,
             "step_seconds": self.speed,
+            "until": self.news.until,
+            "n": self.beats,
         }
         if self.news.evaluate and self.rng.random() < 0.1:
             versions = [book.version for book in self.trainer.books]
@@ -245,7 +279,7 @@ class Worker:
         while True:
             with suppress(Lost):
                 self._take(await self._heartbeat())
-            await asyncio.sleep(self.recipe.spec.server.lease / 4)
+            await asyncio.sleep(self.news.lease_seconds / 4)
 
     async def _listen(self) -> None:
         while True:
@@ -322,7 +356,7 @@ class Worker:
 
     async def _fetch(self, f: int, version: int) -> None:
         have, image = self.folder.image.get(f), None
-        size = self.recipe.sizes[f]
+        size = self.settings.sizes[f]
         if have is not None and self.rng.random() < 0.8:
             path = messages.version_path(f, version, since=have.version)
             reply = await self._ask("GET", path)

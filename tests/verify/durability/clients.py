@@ -21,7 +21,7 @@ from diloco_cli.errors import DilocoError
 from diloco_cli.net.client import Client
 from diloco_cli.net.options import ONCE, Options, Timeouts
 from diloco_cli.wire.frame import open_frame
-from tests.server.harness import Region, make_recipe, make_spec
+from tests.server.harness import Region, make_settings, make_spec
 
 PAUSE = 0.01
 
@@ -60,8 +60,7 @@ class Load:
 
     def _join(self, server: Client) -> None:
         run = server.run().run
-        about = self.region.join.model_dump(exclude={"wire"})
-        self.region.epoch = server.join(self.region.name, **about).epoch
+        self.region.join_through(server)
         self.region.run = run
 
     def _turn(self, server: Client) -> None:
@@ -111,8 +110,8 @@ class Load:
 
 def main() -> None:
     url, name, log, changes = sys.argv[1:]
-    recipe = make_recipe(make_spec(**json.loads(changes)))
-    load = Load(url, Region(name, recipe, ""), Path(log))
+    settings = make_settings(make_spec(**json.loads(changes)))
+    load = Load(url, Region(name, settings, ""), Path(log))
     try:
         load.run()
     except BaseException as error:

@@ -27,7 +27,7 @@ from diloco_cli.core.ledger import Ledger
 from diloco_cli.server.recovery.verify import Replay, replay
 from diloco_cli.server.store.journal import read_journal
 from tests import ROOT, SMALL_SERVER
-from tests.server.harness import Region, make_recipe, make_spec
+from tests.server.harness import Region, make_settings, make_spec
 
 __all__ = ["DEADLINE", "Broken", "Cold", "Nursery", "Region", "Stage"]
 
@@ -125,7 +125,7 @@ class Stage:
     def __init__(self, folder: Path, *, tolerated: tuple[str, ...] = (), **changes: Any) -> None:
         """`tolerated` is what clients may say without breaking a promise."""
         self.folder, self.changes, self.tolerated = folder, {**CHANGES, **changes}, tolerated
-        self.recipe = make_recipe(make_spec(**self.changes))
+        self.settings = make_settings(make_spec(**self.changes))
         self.told = {name: Told() for name in REGIONS}
         self.clients: list[subprocess.Popen[bytes]] = []
         self.nursery, self.second = Nursery(), Nursery()
@@ -247,7 +247,7 @@ class Stage:
         """Compares the disk of the dead server with what the clients were told."""
         self.listen()
         folder = server or self.folder / "server"
-        ledger = Ledger.empty(len(self.recipe.sizes))
+        ledger = Ledger.empty(len(self.settings.sizes))
         content = read_journal(folder / "journal")
         decided: set[str] = set()
         for number, record in decode_all(content.records, base=content.base):
@@ -263,7 +263,7 @@ class Stage:
         for name, told in self.told.items():
             for fragment, frames in told.sent.items():
                 self._check_one(ledger, name, told, fragment, frames)
-        found = replay(self.recipe, folder)
+        found = replay(self.settings, folder)
         for line in found.lines:
             self.made_again += max(
                 0, line.version - max(line.start, self.covered.get(line.fragment, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import signal
 import time
@@ -9,8 +10,9 @@ import time
 import pytest
 
 from diloco_cli.system import failpoints
-from diloco_cli.system.failpoints import POINTS
+from diloco_cli.system.failpoints import POINTS, REGION_POINTS
 from tests import ROOT
+from tests.verify.durability.amendments import Operator, amend_and_kill
 from tests.verify.durability.killable_server import Stage
 from tests.verify.durability.killloop import kill_again_and_again
 from tests.verify.durability.powercut import cut_again_and_again, why_not
@@ -35,7 +37,7 @@ def points_in_the_code() -> set[str]:
 
 
 def test_every_step_of_the_code_is_listed_and_every_one_listed_is_there():
-    assert points_in_the_code() == set(POINTS)
+    assert points_in_the_code() == {*POINTS, *REGION_POINTS}
 
 
 def test_a_trap_is_set_only_where_there_is_a_point():
@@ -59,6 +61,7 @@ def test_a_trap_waits_for_its_turn_and_unset_it_does_nothing():
 def test_dying_at_any_step_loses_nothing_and_doubles_nothing(tmp_path):
     server = {"listen": "127.0.0.1:0", "lease": 30.0, "store": SHORT}
     stage = Stage(tmp_path / "run", server=server)
+    operator = Operator(stage, random.Random(1))
     try:
         stage.start()
         stage.add_clients()
@@ -72,10 +75,16 @@ def test_dying_at_any_step_loses_nothing_and_doubles_nothing(tmp_path):
                 stage.kill()
                 stage.check()
             # Not always the first time it is reached: the files of a version may be two.
-            stage.start(failpoint=f"{point}=kill@{1 if 'start' in point else 1 + number % 2}")
+            amends = point == "amendment.recorded"
+            times = 1 if "start" in point or amends else 1 + number % 2
+            stage.start(failpoint=f"{point}=kill@{times}")
+            while amends and operator.send():
+                pass  # One that changes nothing is answered at once.
             assert stage.died() == -signal.SIGKILL, f"{point} was not reached"
             stage.check()
+            operator.check()
         stage.start()
+        stage.wait(operator.send)
         stage.until_accepted(8)
         stage.kill()
         found = stage.check()
@@ -88,6 +97,11 @@ def test_killed_at_any_moment_the_server_comes_back_with_all_it_said(tmp_path):
     seen = kill_again_and_again(tmp_path / "run", 4, seed=time.time_ns() % 1000, cold_every=4)
     assert seen["kills"] == 4 and seen["acknowledged"] >= 8 and len(seen["starts"]) == 1
     assert seen["made_again"] > 0
+
+
+def test_a_run_that_is_amended_and_killed_keeps_every_amendment_once(tmp_path):
+    seen = amend_and_kill(tmp_path / "run", 6, 3, seed=time.time_ns() % 1000)
+    assert "lost 0, doubled 0" in seen and "3 kills" in seen
 
 
 def test_a_power_cut_takes_nothing_that_was_acknowledged(tmp_path):

@@ -58,7 +58,7 @@ def test_a_full_disk_acknowledges_nothing_and_the_run_goes_on_when_there_is_room
             stage.wait(lambda: "Free some space" in json.dumps(status(url)))
             assert stage.server and stage.server.code() is None, "it waits, it does not die"
             with Client(url, Options(retry=ONCE)) as client:
-                late: Any = Region("paris", stage.recipe, client.run().run)
+                late: Any = Region("paris", stage.settings, client.run().run)
                 late.clock = 1000
                 with pytest.raises(LinkError, match="answered 507"):
                     client.submit(0, "paris", 0, 1001, late.frame(0), epoch=1)
@@ -139,17 +139,16 @@ def test_a_zombie_is_fenced_and_a_recorded_upload_is_never_merged_twice(tmp_path
         zombie = stage.clients[2]
         os.kill(zombie.pid, signal.SIGSTOP)
         with Client(url, Options(retry=ONCE)) as client:
-            rival: Any = Region("paris", stage.recipe, client.run().run, owner="another-disk")
-            about = rival.join.model_dump(exclude={"wire"})
+            rival: Any = Region("paris", stage.settings, client.run().run, owner="another-disk")
 
             def joined() -> int:
                 try:
-                    return client.join("paris", **about).epoch
+                    return rival.join_through(client)
                 except DilocoError as error:
                     assert "another worker holds this region" in error.message
                     return 0
 
-            rival.epoch = stage.wait(joined)
+            stage.wait(joined)
             assert rival.epoch == 2
             os.kill(zombie.pid, signal.SIGCONT)
             stage.wait(lambda: "Epoch 1 of paris is over" in told(stage, "paris"))

@@ -37,9 +37,8 @@ def test_no_answer_leaves_before_its_record_is_flushed(tmp_path):
         stage.start(failpoint="journal.written=stall:3600@2")
         url = stage.url()
         with Client(url, Options(retry=ONCE)) as client:
-            region: Any = Region("paris", stage.recipe, client.run().run)
-            about = region.join.model_dump(exclude={"wire"})
-            region.epoch = client.join("paris", **about).epoch
+            region: Any = Region("paris", stage.settings, client.run().run)
+            region.join_through(client)
             frame = region.frame(0)
             said: list[Answer | DilocoError] = []
 

@@ -88,7 +88,7 @@ SAID: dict[str, dict[str, Any]] = {
         "step": 120,
         "training": True,
         "stopping": False,
-        "drained": False,
+        "ended": 0,
         "fragments": [{"version": 4, "steps": 10}, {"version": -1, "steps": 0.5}],
         "tokens": {
             fate: [100, 90.5] for fate in ("trained", "applied", "pending", "refused", "discarded")

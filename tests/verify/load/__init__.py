@@ -1,0 +1,6 @@
+"""Many clients and one server.
+
+clients.py  a process full of regions without trainers: each sends whenever it is called
+many.py     many clients and one server: python -m tests.verify.load.many --clients 256 …
+report.py   what a load amounted to: figures, goals, and whether the journal agrees with the …
+"""

@@ -42,9 +42,9 @@ class Counting(Retry):
 
     why: Counter[str] = field(default_factory=Counter)
 
-    def pause(self, failures: int, *, asked: float = 0.0, chance: float) -> float:
-        self.why["later" if asked else "broken"] += 1
-        return super().pause(failures, asked=asked, chance=chance)
+    def pause(self, failures: int, *, retry_after: float = 0.0, chance: float) -> float:
+        self.why["later" if retry_after else "broken"] += 1
+        return super().pause(failures, retry_after=retry_after, chance=chance)
 
 
 @dataclass
@@ -171,7 +171,7 @@ class LoadClient:
         every, nothing = float(self.goods.spec.sync.every), [0.0] * len(self.versions)
         report: dict[str, Any] = {
             **{"epoch": self.epoch, "step": self.clock, "training": True},
-            **{"stopping": False, "drained": False},
+            **{"stopping": False, "ended": 0},
             "fragments": [{"version": version, "steps": every} for version in self.versions],
             "tokens": dict.fromkeys(FATES, nothing),
         }

@@ -16,12 +16,30 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
+from diloco_cli.core import claims, ledger
+from tests.verify.model.amendments import amended
 from tests.verify.model.rules import RULES, without
 from tests.verify.model.run_seed import Outcome, play
-from tests.verify.model.seeded_run import SCHEDULES, Setting, drawn, fixed
+from tests.verify.model.seeded_run import (
+    LONGEST_GAP,
+    SCHEDULES,
+    Setting,
+    drawn,
+    fixed,
+    with_claims,
+    with_members,
+)
 from tests.verify.model.virtual_time import Violation
 
+AMENDED_SHARE = 4
+"""All but one run in so many are amended."""
+MEMBERS_SHARE = 3
+"""All but one run in so many have regions that come, are forgotten, removed and added."""
+CLAIMS_SHARE = 7
+"""In one run in so many a region claims more than it has done, and the server's clock jumps."""
 CALM_SHARE = 5
 """One run in so many has no faults: some promises are only made then."""
 
@@ -29,7 +47,7 @@ CALM_SHARE = 5
 def attempt(setting: Setting, off: str | None = None) -> Outcome:
     """Plays one run; whatever the core raises is a broken promise, too."""
     try:
-        with without(off):
+        with without(off), _in_small(setting):
             return play(setting, {off} if off else ())
     except Exception as error:
         outcome = Outcome(setting.seed)
@@ -37,10 +55,24 @@ def attempt(setting: Setting, off: str | None = None) -> Outcome:
         return outcome
 
 
+@contextmanager
+def _in_small(setting: Setting) -> Iterator[None]:
+    """What takes days in a real run takes a part of one here."""
+    small = (("LEARNING", 40.0), ("ENOUGH", 4), ("LONGEST_GAP", LONGEST_GAP))
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(ledger, "MOST_RETIRED", setting.keeps))
+        for name, value in small:
+            stack.enter_context(mock.patch.object(claims, name, value))
+        yield
+
+
 def schedule(seed: int, off: str | None = None) -> Setting:
     """The run of a seed, made likelier to need the rule that is off."""
     if off is None:
-        return drawn(seed, calm=seed % CALM_SHARE == 0)
+        setting = drawn(seed, calm=seed % CALM_SHARE == 0)
+        setting = with_members(setting) if seed % MEMBERS_SHARE else setting
+        setting = amended(setting) if seed % AMENDED_SHARE else setting
+        return setting if seed % CLAIMS_SHARE else with_claims(setting)
     return RULES[off].focus(drawn(seed, calm=RULES[off].calm))
 
 
@@ -86,7 +118,10 @@ class Table:
         print(f"\n{self.line()}")
         for kind in ("trainer", "agent", "server"):
             print(f"{self.sums[kind]:>10} × {kind} crashed")
-        for kind in ("pause", "cut", "leave", "lose", "restore", "rival", "fenced", "dropped"):
+        strokes = ("pause", "cut", "leave", "lose", "restore", "rival", "fenced", "dropped")
+        lanes = ("grants", "silent lanes", "windows", "repeated", "left out windows")
+        claimed = ("resumed", "paced", "uncounted")
+        for kind in (*strokes, "arrived", "forgotten", "removed", "reopened", *claimed, *lanes):
             print(f"{self.sums[kind]:>10} × {kind}")
         print(f"{self.longest:>10} rounds were the longest that a live region was left out")
         for kind, count in sorted(self.broken.items()):

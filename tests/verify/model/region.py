@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from diloco_cli.core import pace
+from diloco_cli.core.unmerged_work import Totals
 from tests.verify.model.audit import Audit
-from tests.verify.model.server import Beat, Chain, Fenced, Server, Welcome
-from tests.verify.model.symbols import Folder, Frame, Image
+from tests.verify.model.server import Server
+from tests.verify.model.symbols import (
+    Beat,
+    Chain,
+    Fenced,
+    Folder,
+    Frame,
+    Image,
+    ReportedTokens,
+    Welcome,
+)
 from tests.verify.model.trainer import Trainer
 from tests.verify.model.virtual_time import Clockwork, Process
 
@@ -27,6 +38,8 @@ class Site:
         self.renamed = 0
         self.cut_until = 0.0
         self.left = False
+        self.dismissed = False
+        """Told that it was removed; it leaves, and is started again when it is added."""
         self.done = False
         self.beat: Beat | None = None
         """What the trainer said last."""
@@ -61,10 +74,12 @@ class Agent(Process):
             site.trainer.die()  # The folder's lock has one holder.
         self.up = True
         self.epoch = 0
+        self.beats = self.told_at = 0
         self.attempt = 0
         self.high = -1
         self.asked: dict[tuple[str, int], float] = {}
         self.acknowledged: set[str] = set()
+        self.newest = -1
         site.beat = None
         folder = site.folder
         self.durable(lambda: setattr(folder, "boot", folder.boot + 1))
@@ -110,12 +125,22 @@ class Agent(Process):
             return
         if isinstance(answer, Welcome):
             self.epoch, self.high = answer.epoch, answer.high
+            # What was accepted or merged before is asked for again, and answered from the record.
+            self.acknowledged.clear()
+            for f, (_, fate) in list(self.site.folder.fate.items()):
+                if fate == "merged":
+                    del self.site.folder.fate[f]
+            self._news(answer.epoch, answer.news)
             self.later(self.world.rng.uniform(0.1, 2), self.start_trainer)
             return
         code, finished = answer
         self.site.audit.turned_away(self.site, code)
         if finished:
             self.site.done = True
+        elif code == "retired":
+            self.site.dismissed = True
+            self.site.trainer.die()
+            self.die()
         elif code == "older-copy":
             self.durable(self.site.new_owner)
 
@@ -138,28 +163,57 @@ class Agent(Process):
 
     def _heartbeat(self) -> None:
         site = self.site
+        self.beats += 1
         fragments = self.world.setting.sync.fragments
-        silent = Beat((pace.Report(-1, 0.0),) * fragments, (False,) * fragments, False, 1.0)
+        silent = Beat(
+            (pace.Report(-1, 0.0),) * fragments,
+            (False,) * fragments,
+            0,
+            0.0,
+            ReportedTokens.of([Totals()] * fragments, [0.0] * fragments),
+        )
+        told = site.folder.calls.until if site.folder.calls else None
+        beat = replace(site.beat or silent, until=told)
         self._request(
             site.server.heartbeat,
             site.region,
             site.folder.owner,
             self.epoch,
-            site.beat or silent,
-            then=partial(self._news, self.epoch),
+            self.beats,
+            beat,
+            then=partial(self._news, self.epoch, beat=self.beats),
         )
 
-    def _news(self, epoch: int, news: Any) -> None:
+    def _news(self, epoch: int, news: Any, beat: int = 0) -> None:
         if isinstance(news, Fenced):
             self._fenced(epoch)
             return
         folder = self.site.folder
-        if folder.calls and news.n < folder.calls.n:
-            return  # Overtaken on the way by newer news.
+        known, until = folder.calls, news.until
+        if beat < self.told_at or until is None:
+            until = known.until if known else None  # Of an answer that was overtaken.
+        else:
+            self.told_at = beat
+        if news.n < self.newest or (known and news.n < known.n):
+            if known is None:
+                return
+            news = known  # Overtaken on the way by newer news.
+        news = replace(news, until=until)
+        self.newest = news.n
+        if news.lanes and news.lanes != folder.lanes:
+            self.durable(lambda: setattr(folder, "lanes", news.lanes))
         if news != folder.calls:
             self.durable(lambda: setattr(folder, "calls", news))
         for f, (digest, fate) in news.fates.items():
             self._fate(f, digest, fate)
+        if self.site.done and not news.finished and "finished is heard again" not in self.world.off:
+            # The run was opened again after this folder's trainer had left.
+            self.site.done = False
+            self.site.trainer.die()
+            self.later(self.world.rng.uniform(0.5, 4), self.start_trainer)
+        if news.terms > folder.terms:
+            self.durable(lambda: setattr(folder, "terms", news.terms))
+            self.site.trainer.leaving = True
         self.move_mail()
 
     def _fate(self, f: int, digest: str, fate: str) -> None:

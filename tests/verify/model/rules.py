@@ -2,24 +2,36 @@
 
 A rule that lives in the shells is switched off by name inside the model. A rule that
 lives in the core is switched off by putting a wrong variant in its place; the product
-has no switches. Three rules are not here because nothing breaks without them while the
-others hold: refusals that stick, a second worker that waits for the lease, and a post
-that ticks the clock. They are second fences and cost one comparison each.
+has no switches. Some rules are not here because nothing was seen to break without them while
+the others hold: refusals that stick, a second worker that waits for the lease, a post that ticks
+the clock, open calls that a finished run takes back, a region that says which end it answers and
+how far it was told to train. They are second fences and cost one comparison each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from diloco_cli.core import conductor, ledger, pace, rounds, unmerged_work
+from diloco_cli.core import conductor, lanes, ledger, members, pace, rounds, terms, unmerged_work
 from diloco_cli.spec.schema import GraceSpec
-from tests.verify.model.seeded_run import Misfortune, Setting
-
-Patch = tuple[Any, str, Callable[..., Any]]
+from tests.verify.model.change_rules import (
+    ALL,
+    AT_ONCE,
+    CHANGE_RULES,
+    CRASHES,
+    LOSSES,
+    PAIR,
+    SILENT,
+    SLOW,
+    THREE,
+    UNEQUAL,
+    Patch,
+    Rule,
+)
 
 _ADMIT, _START, _ANSWERED, _POST = (
     rounds.admit,
@@ -27,7 +39,8 @@ _ADMIT, _START, _ANSWERED, _POST = (
     unmerged_work.answered,
     unmerged_work.post,
 )
-_DECIDE, _ADMIT_WORKER = rounds.decide, ledger.admit_worker
+_DECIDE, _ADMIT_WORKER, _KNOWN = rounds.decide, members.admit_worker, terms.known
+_DEAL, _FOLLOW = lanes.deal, lanes.follow
 
 
 def _may_answer_again(book: unmerged_work.Book, called: int | None) -> bool:
@@ -76,17 +89,42 @@ def _too_old(receipt: Any, record: rounds.RegionRecord, **rest: Any) -> rounds.A
 
 
 def _subtract_at_once(
-    book: unmerged_work.Book, digest: str, fate: str
+    book: unmerged_work.Book, digest: str, fate: str, **rest: Any
 ) -> tuple[unmerged_work.Book, unmerged_work.Mix]:
     if fate == "merged" and book.flight and book.flight.digest == digest:
         return unmerged_work.settle(book, book.version, digest, 1.0)
-    return _ANSWERED(book, digest, fate)
+    return _ANSWERED(book, digest, fate, **rest)
 
 
 def _keep_what_was_refused(
-    book: Any, digest: str, fate: str
+    book: Any, digest: str, fate: str, **rest: Any
 ) -> tuple[unmerged_work.Book, unmerged_work.Mix]:
-    return _ANSWERED(book, digest, "returned" if fate == "refused" else fate)
+    return _ANSWERED(book, digest, "returned" if fate == "refused" else fate, **rest)
+
+
+def _follows_for_ever(
+    book: Any, digest: str, fate: str, **rest: Any
+) -> tuple[unmerged_work.Book, unmerged_work.Mix]:
+    return _ANSWERED(book, digest, fate)
+
+
+def _retired_all_the_same(receipt: Any, record: rounds.RegionRecord, **rest: Any) -> rounds.Answer:
+    return _ADMIT(receipt, replace(record, retired=""), **rest)
+
+
+def _any_clock(receipt: Any, record: rounds.RegionRecord, **rest: Any) -> rounds.Answer:
+    return _ADMIT(receipt, replace(record, high=-1), **rest)
+
+
+def _forgets_the_name(book: ledger.Ledger, region: str, retirement: Any) -> None:
+    book.regions.pop(region, None)
+    for slot in book.slots:
+        for known in (slot.merged, slot.decided):
+            known.pop(region, None)
+
+
+def _as_if_never_retired(*asked: Any, lease_left: float, retired: bool = False) -> Any:
+    return _ADMIT_WORKER(*asked, lease_left=lease_left)
 
 
 def _all_that_is_posted_flies(saved: Any, outbox: Any, alpha: float) -> Any:
@@ -99,10 +137,10 @@ def _all_that_is_posted_flies(saved: Any, outbox: Any, alpha: float) -> Any:
     return book, origin
 
 
-def _always_a_new_epoch(member: Any, owner: str, boot: int, *, lease_left: float) -> Any:
+def _always_a_new_epoch(member: Any, owner: str, boot: int, **rest: Any) -> Any:
     if member and member.owner == owner:
-        return ledger.Admitted(member.epoch + 1, new=True)
-    return _ADMIT_WORKER(member, owner, boot, lease_left=lease_left)
+        return members.Admitted(member.epoch + 1, new=True)
+    return _ADMIT_WORKER(member, owner, boot, **rest)
 
 
 def _closes_uncalled(round: rounds.Round, **rest: Any) -> Any:
@@ -121,8 +159,29 @@ def _always_a_quorum(book: ledger.Ledger, sync: Any) -> int:
     return sync.quorum
 
 
-def _calls_for_ever(book: ledger.Ledger) -> dict[int, int]:
-    return {f: slot.version for f, slot in enumerate(book.slots) if slot.phase == "called"}
+def _amended_again(amendments: Any, request: Any) -> Any:
+    answer = _KNOWN(amendments, request)
+    return None if isinstance(answer, terms.Made) else answer
+
+
+def _gives_up_what_it_reads(cursor: lanes.Cursor, told: lanes.Assignment, **rest: Any) -> Any:
+    """A lane that was never begun is neither read nor given up."""
+    unread = set(told.asked) - cursor.lanes.keys()
+    begun = {lane: at for lane, at in told.lanes.items() if lane not in unread}
+    return _FOLLOW(cursor, replace(told, lanes=begun), **rest)
+
+
+def _takes_it_up_again(cursor: lanes.Cursor, told: lanes.Assignment, **rest: Any) -> Any:
+    given = {lane: at for lane, at in cursor.released.items() if lane in told.asked}
+    return _FOLLOW(replace(cursor, released=given), told, **rest)
+
+
+def _deaf(table: lanes.LaneTable, readers: lanes.Readers) -> lanes.Dealing:
+    return _DEAL(table, replace(readers, heard={}))
+
+
+def _stays_where_it_was(table: lanes.LaneTable, region: str, positions: Any) -> None:
+    pass
 
 
 def _waits_whatever_is_called(books: Any, calls: Any) -> int | None:
@@ -130,56 +189,9 @@ def _waits_whatever_is_called(books: Any, calls: Any) -> int | None:
     return waiting[0] if waiting else None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One rule, how to live without it, and the promises that then break."""
-
-    breaks: str
-    patches: tuple[Patch, ...] = ()
-    sync: dict[str, Any] = field(default_factory=dict)
-    """What runs must be like for the rule to matter often."""
-    luck: dict[str, Any] = field(default_factory=dict)
-    calm: bool = False
-    trouble: str = ""
-    """What strikes every region in turn, again and again; or lima leaves, once."""
-
-    def focus(self, setting: Setting) -> Setting:
-        sync = setting.sync.model_copy(update=self.sync)
-        setting = replace(setting, sync=sync, **self.luck)
-        # Nobody leaves for good who is now needed for the quorum.
-        needed = {"leave"} if "quorum" in self.sync else set()
-        blows = [blow for blow in setting.misfortunes if blow.kind not in needed]
-        blows = self._troubles(setting) if self.trouble else blows
-        here = tuple(blow for blow in blows if blow.region in setting.regions)
-        sync = sync.model_copy(update={"quorum": min(sync.quorum, len(setting.regions))})
-        return replace(setting, sync=sync, misfortunes=here)
-
-    def _troubles(self, setting: Setting) -> list[Misfortune]:
-        if self.trouble == "leave":
-            return [Misfortune(40.0, "leave", "lima")]
-        found, at, turn = [], 15.0, 0
-        while at < setting.quiet:
-            region = setting.regions[turn % len(setting.regions)]
-            if self.trouble == "restore":
-                found.append(Misfortune(at - 15, "copy", region))
-            found.append(Misfortune(at, self.trouble, region, 30.0))
-            at, turn = at + 17, turn + 1
-        return found
-
-
 def _admit(variant: Callable[..., Any]) -> Patch:
     return rounds, "admit", variant
 
-
-CRASHES = {"crash": 0.02}
-LOSSES = {"loss": 0.2, "twice": 0.3}
-ALL = {"quorum": 4}
-BATCH = {"iowa": 4, "lima": 4}
-UNEQUAL = {"speeds": {"iowa": 1.0, "lima": 4.0}, "batch": BATCH}
-SLOW = {"speeds": {"iowa": 4.0, "lima": 4.0}, "batch": BATCH}
-PAIR = {"speeds": {"iowa": 1.0, "lima": 2.0}, "batch": BATCH}
-THREE = {"speeds": {**PAIR["speeds"], "paris": 1.0}, "batch": {**BATCH, "paris": 8}}
-AT_ONCE = GraceSpec(kind="none")
 
 RULES: dict[str, Rule] = {
     "one in flight": Rule(
@@ -210,7 +222,7 @@ RULES: dict[str, Rule] = {
         "b", sync={"quorum": 1, "grace": AT_ONCE}, luck={"delay": 0.1, **SLOW}
     ),
     "epochs durable": Rule("hx", luck=CRASHES),
-    "boot number": Rule("h", ((ledger, "admit_worker", _always_a_new_epoch),), luck=LOSSES),
+    "boot number": Rule("h", ((members, "admit_worker", _always_a_new_epoch),), luck=LOSSES),
     "calls durable": Rule("e", luck=CRASHES),
     "recorded answer first": Rule("abx", (_admit(_forgetful),), luck=LOSSES),
     "decided when journaled": Rule("abx", luck=LOSSES),
@@ -218,9 +230,6 @@ RULES: dict[str, Rule] = {
     "exact chain": Rule("c"),
     "drain without quorum": Rule("e", ((conductor, "need", _always_a_quorum),), sync=ALL),
     "end waits for the lapsed": Rule("e", sync={"quorum": 1}, trouble="cut"),
-    "finished calls nobody": Rule(
-        "e", ((ledger.Ledger, "calls", _calls_for_ever),), {"quorum": 1}, trouble="cut"
-    ),
     "refused work is dropped": Rule(
         "e", ((unmerged_work, "answered", _keep_what_was_refused),), luck={"poison": 0.02}
     ),
@@ -258,6 +267,59 @@ RULES: dict[str, Rule] = {
         {"delay": 0.2, "far": {"iowa"}, "budget": 800.0},
         calm=True,
     ),
+    "retired are fenced": Rule("m", (_admit(_retired_all_the_same),), luck=SILENT, trouble="cut"),
+    "names are for ever": Rule(
+        "abehx", ((ledger.Ledger, "_retire", _forgets_the_name),), luck=SILENT, trouble="cut"
+    ),
+    "who returns has a new epoch": Rule(
+        "eh", ((members, "admit_worker", _as_if_never_retired),), luck=SILENT, trouble="cut"
+    ),
+    "a forgotten name keeps its clock": Rule(
+        "a",
+        (_admit(_any_clock),),
+        {"adopt": "rebase", "quorum": 1},
+        luck={**SILENT, "keeps": 0},
+        trouble="cut",
+    ),
+    "who is forgotten follows no frame": Rule(
+        "e",
+        ((unmerged_work, "answered", _follows_for_ever),),
+        ALL,
+        {**SILENT, "keeps": 0},
+        trouble="cut",
+    ),
+    "terms in closed": Rule("d", luck={"crash": 0.02, "unreadable": 0.0}, amended=True),
+    "amendments have ids": Rule(
+        "t", ((terms, "known", _amended_again),), luck={"loss": 0.3, "twice": 0.3}, amended=True
+    ),
+    "finished is heard again": Rule("e", luck={"delay": 4.0}, amended=True),
+    "asked lanes are named": Rule(
+        "efl",
+        ((lanes, "follow", _gives_up_what_it_reads),),
+        {"quorum": 1},
+        {"delay": 0.1, "far": set(), "budget": 3000.0, **PAIR},
+        calm=True,
+    ),
+    "release after a checkpoint": Rule(
+        "l",
+        (),
+        {"adopt": "rebase", "every": 8, "fragments": 1, "overlap": 2},
+        {"checkpoint": 20, "crash": 0.05, "poison": 0.0, "unreadable": 0.0, "quiet": 100.0},
+        late=True,
+    ),
+    "given up stays given up": Rule(
+        "l", ((lanes, "follow", _takes_it_up_again),), {"adopt": "rebase"}, late=True
+    ),
+    "silent lanes go on after what was heard": Rule(
+        "l",
+        ((lanes, "deal", _deaf),),
+        {"adopt": "rebase", "quorum": 1},
+        {"quiet": 200.0, "delay": 0.5, "budget": 1500.0, **PAIR},
+        trouble="away",
+    ),
+    "an empty disk begins after what was accepted": Rule(
+        "l", ((lanes.LaneTable, "accepted", _stays_where_it_was),), trouble="lose"
+    ),
     "answer before adopting": Rule(
         "f",
         (),
@@ -265,6 +327,7 @@ RULES: dict[str, Rule] = {
         {"delay": 0.1, "budget": 400.0, "far": set(), **UNEQUAL},
         calm=True,
     ),
+    **CHANGE_RULES,
 }
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from diloco_cli.core.members import MOST_RETIRED
 from diloco_cli.spec.schema import GraceSpec, SyncSpec
 
 NAMES = ("iowa", "lima", "paris", "tokyo")
+LATE = ("oslo", "turku")
 LEASE = 12.0
+LONGEST_GAP = 30.0
+"""What a restart adds to the allowance clock at most, however far the wall clock was moved."""
 FAR = 4.0
 
 
@@ -16,7 +23,8 @@ FAR = 4.0
 class Misfortune:
     at: float
     kind: str
-    """pause, cut, leave, lose, copy, restore or rival."""
+    """pause, cut, leave, lose, copy, restore or rival; remove: by an operator, and added again
+    after `length`; clock: the server's wall clock is set forward by `length`, and it restarts."""
     region: str
     length: float = 0.0
 
@@ -48,6 +56,26 @@ class Setting:
     crash_at: int = 0
     """Counts crash points; 0 for none."""
     calm: bool = False
+    late: tuple[tuple[str, float], ...] = ()
+    """Regions that come when the run has begun, and when."""
+    forget: float = math.inf
+    """Silence after which the server retires a region."""
+    keeps: int = MOST_RETIRED
+    """Retired names of which the server keeps everything."""
+    wishes: tuple[tuple[float, dict[str, Any]], ...] = ()
+    """Amendments that operators ask for, and when."""
+    reopenings: tuple[float, ...] = ()
+    """Operators give the run a larger budget so many seconds after an end."""
+    lies: Mapping[str, float] = field(default_factory=dict)
+    """By region: times what it has done that it claims."""
+    unbalanced: frozenset[str] = frozenset()
+    """Of these: those whose books say otherwise."""
+    phantoms: Mapping[str, float] = field(default_factory=dict)
+    """By region: tokens that it says it holds, and does not."""
+    mute: bool = False
+    """Nobody says how long a step takes."""
+    lanes: int = 12
+    """Of the text that all regions read; at least one for each."""
 
     @property
     def regions(self) -> tuple[str, ...]:
@@ -79,6 +107,54 @@ def drawn(seed: int, *, calm: bool = False) -> Setting:
         quiet=quiet,
         misfortunes=() if calm else _misfortunes(rng, names, sync.quorum, quiet),
         calm=calm,
+        lanes=rng.choice((6, 7, 12)),
+    )
+
+
+def with_members(setting: Setting) -> Setting:
+    """The same run with regions that come late, are forgotten, or are removed and added again."""
+    rng = random.Random(f"members {setting.seed}")
+    names, quorum = setting.regions, setting.sync.quorum
+    gone = {blow.region for blow in setting.misfortunes if blow.kind == "leave"}
+    until = max(setting.quiet, 120.0)
+    late = tuple((name, rng.uniform(5, until)) for name in LATE if rng.random() < 0.4)
+    came = [name for name, _ in late]
+    removed = []
+    # Whoever is left must still make a quorum.
+    for name in [*names[quorum + len(gone) :], *came]:
+        if name not in gone and rng.random() < 0.3:
+            back = rng.choice((0.0, rng.uniform(3, 40)))
+            removed.append(Misfortune(rng.uniform(5, until), "remove", name, back))
+    blows = sorted([*setting.misfortunes, *removed], key=lambda event: event.at)
+    return replace(
+        setting,
+        speeds={**setting.speeds, **{name: rng.choice((1.0, 1.3, 2.0)) for name in came}},
+        batch={**setting.batch, **{name: rng.choice((4, 8)) for name in came}},
+        misfortunes=tuple(blows),
+        late=late,
+        forget=rng.choice((math.inf, rng.uniform(14, 60))),
+        keeps=rng.choice((MOST_RETIRED, MOST_RETIRED, 0, 1)),
+    )
+
+
+def with_claims(setting: Setting) -> Setting:
+    """The same run with a region that claims too much, and a wall clock that jumps."""
+    rng = random.Random(f"claims {setting.seed}")
+    liar = setting.regions[-1]
+    # Nothing is accepted of one whose books disagree: the others must make a quorum.
+    first = len([name for name in setting.regions if name not in dict(setting.late)])
+    gone = sum(blow.kind in ("leave", "remove") for blow in setting.misfortunes)
+    spare = first - (liar not in dict(setting.late)) - gone >= setting.sync.quorum
+    jumps = [
+        Misfortune(rng.uniform(5, 100), "clock", liar, rng.choice((-100.0, 50.0, 1e6)))
+        for _ in range(rng.choice((0, 1, 3)))
+    ]
+    blows = sorted([*setting.misfortunes, *jumps], key=lambda event: event.at)
+    return replace(
+        setting,
+        lies={liar: rng.choice((2.0, 100.0, 1e6))},
+        unbalanced=frozenset({liar} if spare and rng.random() < 0.5 else ()),
+        misfortunes=tuple(blows),
     )
 
 
@@ -132,8 +208,9 @@ def fixed(name: str, crash_at: int = 0) -> Setting:
         "replace": SyncSpec(fragments=2, every=4, quorum=1, adopt="replace", staleness=1),
         "waiting": SyncSpec(fragments=1, every=3, quorum=2, overlap=0),
         "blend": SyncSpec(fragments=1, every=4, quorum=1, adopt="blend", staleness=2),
+        "members": SyncSpec(fragments=2, every=4, quorum=1),
     }[name]
-    return Setting(
+    setting = Setting(
         seed=len(name),
         sync=sync,
         speeds={"iowa": 1.0, "paris": 1.6},
@@ -147,6 +224,17 @@ def fixed(name: str, crash_at: int = 0) -> Setting:
         quiet=60.0,
         crash_at=crash_at,
     )
+    if name != "members":
+        return setting
+    cut, removed = Misfortune(12, "cut", "paris", 30), Misfortune(25, "remove", "oslo", 10)
+    return replace(
+        setting,
+        speeds={**setting.speeds, "oslo": 1.0},
+        batch={**setting.batch, "oslo": 4},
+        late=(("oslo", 8.0),),
+        forget=16.0,
+        misfortunes=(cut, removed),
+    )
 
 
-SCHEDULES = ("rebase", "quorum of two", "replace", "waiting", "blend")
+SCHEDULES = ("rebase", "quorum of two", "replace", "waiting", "blend", "members")

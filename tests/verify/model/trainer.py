@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diloco_cli.core import pace, unmerged_work
-from tests.verify.model.server import Beat
-from tests.verify.model.symbols import Folder, Frame, Saved, Vector, quantised
+from diloco_cli.core import lanes, pace, unmerged_work
+from diloco_cli.core.lanes import Cursor, LanePosition
+from diloco_cli.core.unmerged_work import Totals
+from tests.verify.model.amendments import terms_after
+from tests.verify.model.server import TEXT, WINDOWS
+from tests.verify.model.symbols import Beat, Folder, Frame, ReportedTokens, Saved, Vector, quantised
 from tests.verify.model.virtual_time import Clockwork, Process
 
 if TYPE_CHECKING:
@@ -23,9 +27,14 @@ class Trainer(Process):
         super().__init__(world)
         self.site = site
         self.sync = world.setting.sync
+        self.leaving = False
+        """Told to leave in order: newer terms are in the folder."""
         self.fragments = range(self.sync.fragments)
         self.books: list[unmerged_work.Book] = []
         self.held: list[Vector] = []
+        self.cursor = Cursor()
+        self.kept = Cursor()
+        """Of the newest checkpoint."""
         self.trained: list[int] = []
         """Every token this folder ever made, for the audit."""
         self.remainder: list[float] = []
@@ -39,7 +48,9 @@ class Trainer(Process):
     def start(self, high: int) -> None:
         """Stands where checkpoint and outbox say."""
         self.up = True
-        self.orphan = False
+        self.orphan = self.leaving = False
+        known = self.site.server.on_record[: self.folder.terms]
+        self.sync = terms_after(self.world.setting, known).sync
         self.stepping = False
         self.resting = False
         self.writing: dict[int, Frame] = {}
@@ -49,7 +60,7 @@ class Trainer(Process):
         self.clock = saved.clock if saved else 0
         if "clock never goes back" not in self.world.off:
             self.clock = max(self.clock, high, *(frame.clock for frame in outbox.values()), 0)
-        self.steps = 0
+        self.steps = self.made = 0
         for f in self.fragments:
             frame = outbox.get(f)
             book, origin = unmerged_work.start(
@@ -64,6 +75,13 @@ class Trainer(Process):
                 held = Vector(frame.value, dict(frame.tokens))
             self.books.append(book)
             self.held.append(held)
+        newest = max(outbox.values(), key=lambda frame: frame.clock, default=None)
+        self.cursor = saved.cursor if saved else Cursor(TEXT, self.world.setting.lanes)
+        newest = None if "reading goes on after the newest frame" in self.world.off else newest
+        if newest and newest.clock > (saved.clock if saved else -1):
+            self.cursor = newest.cursor  # As a whole, with what was given up.
+        self.kept = saved.cursor if saved else Cursor()
+        self.bare_since: float | None = None
         for f in self.fragments:
             self.site.audit.restarted(self, f, saved)
             self.site.audit.books(self, f)
@@ -73,9 +91,12 @@ class Trainer(Process):
         """One step boundary: what arrived, what is asked, then the next step."""
         if self.stepping:
             self._step()
-        if self.orphan:
+        if self.orphan or self.leaving:
             self._checkpoint()
+            agent, again = self.site.agent, self.leaving and not self.orphan
             self.die()
+            if again and agent.up:
+                agent.later(self.world.rng.uniform(0.5, 4), agent.start_trainer)
             return
         self._collect()
         before_adopting = self.sync.alpha < 1 and "answer before adopting" not in self.world.off
@@ -88,17 +109,36 @@ class Trainer(Process):
         self._answer_calls()
         if self._finished():
             return
+        self._follow()
         news = self.folder.calls
-        ended = bool(news and news.end)
-        if ended and not self.resting:
-            self.resting = True
+        ended = bool(news and news.ended)
+        rested, self.resting = self.resting, ended
+        if (ended and not rested) or self.steps >= self.world.setting.checkpoint:
             self._checkpoint()
-        elif self.steps >= self.world.setting.checkpoint:
-            self._checkpoint()
-        self._report(ended)
-        self.stepping = not ended and self._ready()
+        self._report(news.ended if news else 0)
+        self.stepping = not ended and self._ready() and self._may_read()
+        self._bare(ended)
         seconds = self.world.setting.speeds[self.site.region]
         self.later(seconds if self.stepping else IDLE, self.boundary)
+
+    def _follow(self) -> None:
+        """Reads on as the server says; what is given up is durable a little later."""
+        if self.folder.lanes:
+            self.cursor = lanes.follow(self.cursor, self.folder.lanes, windows=WINDOWS)
+        owes = self.cursor.released != self.kept.released
+        if "release after a checkpoint" in self.world.off:
+            owes = False
+        if owes and not self.world.chance(0.3):
+            self._checkpoint()
+
+    def _bare(self, ended: bool) -> None:
+        """Has it noticed when there is nothing to read for long."""
+        if ended or self.cursor.lanes or self.world.faulty or not self.site.server.up:
+            self.bare_since = None
+        elif self.bare_since is None:
+            self.bare_since = self.world.now
+        else:
+            self.site.audit.bare(self.site.region, self.world.now - self.bare_since)
 
     def _ready(self) -> bool:
         if any(book.version < 0 for book in self.books):
@@ -110,10 +150,28 @@ class Trainer(Process):
         news = self.folder.calls
         return unmerged_work.waits_for(self.books, news.calls if news else {}) is None
 
+    def _may_read(self) -> bool:
+        """There is something to read, and room for another step."""
+        told = self.folder.calls.until if self.folder.calls else None
+        more = self.world.setting.phantoms.get(self.site.region, 0.0)
+        trained = max(book.totals.trained for book in self.books) + more
+        full = told is not None and trained >= told
+        return bool(self.cursor.lanes) and (not full or self.lie > 1)
+
+    @property
+    def lie(self) -> float:
+        return self.world.setting.lies.get(self.site.region, 1.0)
+
     def _step(self) -> None:
         token, region = self.world.new_token(), self.site.region
+        lane = min(self.cursor.lanes, key=lambda one: (self.cursor.lanes[one].position, one))
+        grant, at = self.cursor.lanes[lane]
+        moved = {**self.cursor.lanes, lane: LanePosition(grant, at + 1)}
+        self.cursor = replace(self.cursor, lanes=moved)
+        self.site.audit.reads(region, token, (lane, at))
         self.clock += 1
         self.steps += 1
+        self.made += 1
         self.trained.append(token)
         for f in self.fragments:
             self.books[f] = unmerged_work.step(self.books[f], self.world.setting.batch[region])
@@ -123,14 +181,35 @@ class Trainer(Process):
     def _checkpoint(self) -> None:
         self.steps = 0
         held = tuple(vector.copy() for vector in self.held)
-        saved = Saved(self.clock, tuple(self.books), held)
+        saved = Saved(self.clock, tuple(self.books), held, self.cursor)
         self.durable(lambda: setattr(self.folder, "checkpoint", saved))
+        self.kept = saved.cursor
 
-    def _report(self, ended: bool) -> None:
-        reports = tuple(pace.Report(book.version, book.fresh.steps) for book in self.books)
+    def _report(self, ended: int) -> None:
+        lie = self.lie
+        reports = tuple(pace.Report(book.version, lie * book.fresh.steps) for book in self.books)
         empty = tuple(book.flight is None and book.held.steps < 1 for book in self.books)
         seconds = self.world.setting.speeds[self.site.region]
-        self.site.beat = Beat(reports, empty, ended and all(empty), seconds)
+        given = self.cursor.released
+        if "release after a checkpoint" not in self.world.off:
+            given = {lane: at for lane, at in given.items() if self.kept.released.get(lane) == at}
+        self.site.beat = Beat(
+            reports,
+            empty,
+            ended * all(empty),
+            seconds / lie if self.made and not self.world.setting.mute else 0.0,
+            self._tokens(lie),
+            self.made,
+            lanes=self.cursor.lanes,
+            released=given,
+        )
+
+    def _tokens(self, lie: float) -> ReportedTokens:
+        lie = lie if self.site.region not in self.world.setting.unbalanced else 1.0
+        more = self.world.setting.phantoms.get(self.site.region, 0.0)
+        totals = [_times(lie, book.totals) for book in self.books]
+        totals = [replace(each, trained=each.trained + more) for each in totals] if more else totals
+        return ReportedTokens.of(totals, [lie * book.pending + more for book in self.books])
 
     def _finished(self) -> bool:
         news = self.folder.calls
@@ -178,7 +257,11 @@ class Trainer(Process):
     def _read_fate(self, f: int) -> None:
         if f in self.folder.fate:
             before = self.books[f]
-            book, mix = unmerged_work.answered(before, *self.folder.fate[f])
+            digest, fate = self.folder.fate[f]
+            forgotten = fate == "forgotten"
+            book, mix = unmerged_work.answered(
+                before, digest, "foreign" if forgotten else fate, forgotten=forgotten
+            )
             if book != before:
                 self._book(f, book, mix)
 
@@ -221,6 +304,9 @@ class Trainer(Process):
             digest,
             quantised(held.value),
             dict(held.tokens),
+            self.cursor,
+            self.lie,
+            self.site.region not in self.world.setting.unbalanced,
         )
         self.books[f] = book
         self.writing[f] = frame
@@ -240,3 +326,7 @@ class Trainer(Process):
                 del self.writing[f]
                 self.books[f] = unmerged_work.written(self.books[f], frame.clock, frame.digest)
                 self.site.audit.books(self, f)
+
+
+def _times(lie: float, totals: Totals) -> Totals:
+    return totals if lie == 1 else Totals(*(lie * each for each in astuple(totals)))

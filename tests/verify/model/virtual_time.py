@@ -62,6 +62,8 @@ class Clockwork:
         """Rules of the shells that are switched off."""
         self.rng = random.Random(f"run {setting.seed}")
         self.now = 0.0
+        self.skew = 0.0
+        """Of the server's wall clock."""
         self.points = 0
         self.tokens = 0
         self.poisoned: set[int] = set()

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from diloco_cli.assemble import recipe_of, resolve
+from diloco_cli.assemble import resolve, settings_of
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.rounds import Accept, Refused
 from diloco_cli.server.intake.intake import Intake
@@ -37,7 +37,7 @@ from diloco_cli.worker.mailbox import Fate, Image
 from diloco_cli.worker.trainer.mail import IncomingImage
 from diloco_cli.worker.trainer.resume import ResumePoint
 from diloco_cli.worker.trainer.task import Task, prepare, set_up
-from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
+from diloco_cli.worker.trainer.weights_and_books import TrainedWeights
 
 LIAR = "r0"
 Lie = Callable[[Header, np.ndarray, dict[str, Any]], bytes]
@@ -61,7 +61,7 @@ def make_spec(regions: int, rounds: int, *, agreement: float = 0.0, **merge: Any
                 "overlap": 1,
                 "grace": {"kind": "fixed", "seconds": 5.0},
             },
-            "server": {"lease": 1e9, "guard": {"agreement": agreement}},
+            "server": {"lease": 1e5, "guard": {"agreement": agreement}},
             "wire": {"up": {"kind": "fp32"}},
             **({"merge": merge} if merge else {}),
         }
@@ -128,7 +128,7 @@ LIES: dict[str, Lie] = {
 
 @dataclass
 class Region:
-    own: WeightsAndBooks
+    own: TrainedWeights
     lie: Lie
     epoch: int = 0
     memory: dict[str, Any] = field(default_factory=dict)
@@ -141,10 +141,10 @@ class Rehearsal:
     def __init__(self, folder: Path, spec: RunSpec, tasks: dict[str, Task], lie: Lie | None):
         self.spec, self.now, self.loss = spec, 0.0, float("nan")
         parts = resolve(spec)
-        recipe = recipe_of(spec, parts)
+        settings = settings_of(spec, parts)
         weights = parts.model.init(spec.seed)
         self.server: Coordinator = open_coordinator(
-            recipe, folder, lambda: weights, clock=lambda: self.now, notice=lambda text: None
+            settings, folder, lambda: weights, clock=lambda: self.now
         )
         self.state, self.intake = self.server.state, Intake(self.server)
         self.regions = {
@@ -153,7 +153,7 @@ class Rehearsal:
             if lie or name != LIAR
         }
 
-    def _holdings(self, task: Task) -> WeightsAndBooks:
+    def _holdings(self, task: Task) -> TrainedWeights:
         newest = [one.state.published for one in self.state.weights.newest]
         book, _ = unmerged_work.start(None, None, task.alpha)
         standing = ResumePoint(
@@ -165,19 +165,19 @@ class Rehearsal:
             clock=0,
             resumed=False,
         )
-        return WeightsAndBooks(task, standing, run=self.state.store.run)
+        return TrainedWeights(task, standing, run=self.state.store.run)
 
     async def run(self, rounds: int) -> float:
         """Plays so many rounds of every fragment; gives the held-out loss of the weights."""
         for name, region in self.regions.items():
-            recipe = self.state.settings
+            settings = self.state.settings
             joined = await self.server.join(
                 name,
                 Join(
                     owner=name,
                     boot=1,
-                    spec_digest=recipe.spec_digest,
-                    layout_digest=recipe.layout.digest,
+                    spec_digest=settings.spec_digest,
+                    layout_digest=settings.layout.digest,
                     wire=WIRE_VERSION,
                 ),
             )
@@ -207,7 +207,8 @@ class Rehearsal:
             self._adopt(name, region, fragment, newest)
 
     async def _post(self, name: str, region: Region, fragment: int) -> None:
-        header, values = region.own.post(fragment)
+        values = region.own.held(fragment)
+        header, _ = region.own.post(fragment)
         data = region.lie(header, values, region.memory)
         frame = open_frame(data)
         region.own.written(fragment, header.clock, frame.digest)
@@ -233,7 +234,7 @@ class Rehearsal:
         sent = open_frame(region.sent[fragment]) if fragment in region.sent else None
         ours = sent.values() if sent and sent.digest == merged else None
         image = Image(newest.number, newest.merged, newest.digest, newest.state.published)
-        region.own.adopt(fragment, IncomingImage(image, merged, ours))
+        region.own.adopt(fragment, IncomingImage(image, merged, image.weights, ours))
 
     def _beat(self, region: Region) -> Heartbeat:
         own = region.own
@@ -243,7 +244,7 @@ class Rehearsal:
                 "step": own.clock,
                 "training": True,
                 "stopping": False,
-                "drained": False,
+                "ended": 0,
                 "fragments": [
                     {"version": book.version, "steps": max(0.0, book.fresh.steps)}
                     for book in own.books
@@ -257,8 +258,7 @@ class Rehearsal:
         for fragment, newest in enumerate(self.state.weights.newest):
             assert np.isfinite(newest.state.theta).all(), "never a non-finite weight"
             self._adopt("r1", region, fragment, newest)
-        task = region.own.task
-        return region.own.engine.evaluate(region.own.published(), task.stream.heldout(16))
+        return region.own.stepper.evaluate(region.own.published(), region.own.stream.heldout(16))
 
 
 async def _pieces(data: bytes) -> AsyncIterator[bytes]:

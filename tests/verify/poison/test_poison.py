@@ -30,7 +30,7 @@ def test_an_absurd_region_is_as_good_as_absent(lie):
 
 def test_recorded_bytes_count_once():
     done = play(make_spec(REGIONS, ROUNDS), tasks(), ROUNDS, LIES["stale bytes"])
-    tokens = done.regions[LIAR].own.task.tokens * done.spec.sync.every
+    tokens = done.regions[LIAR].own.tokens_a_step * done.spec.sync.every
     assert 0 < done.state.ledger.slots[0].applied[LIAR] <= tokens
 
 

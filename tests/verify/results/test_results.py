@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.verify.results import curves, goodput
+from tests.verify.results.budget import Outcome
 from tests.verify.results.records import Record, reached
+from tests.verify.results.scavenging import SHORTEST, VISITORS, drawn
 
 
 def record(folder: Path, method: str, tokens: float, **changes: Any) -> Path:
@@ -69,3 +72,29 @@ def test_time_to_a_loss_is_compared_with_the_first(
     rows = capsys.readouterr().out.splitlines()[2:]
     assert "not reached | – |" in rows[0] and "| 2.8 | – |" in rows[1]
     assert reached(Record.load(slow).curve, 6.0) == 0.0
+
+
+def test_the_schedule_of_visits_is_the_same_for_a_seed_and_one_visit_at_a_time_for_each():
+    visits = drawn(1, 1200.0, 30)
+    assert visits == drawn(1, 1200.0, 30) != drawn(2, 1200.0, 30)
+    assert len(visits) == 30 and len({visit.region for visit in visits}) == VISITORS
+    assert all(visit.end - visit.start >= SHORTEST for visit in visits)
+    assert all(visit.start >= 0 and visit.end < 1200.0 for visit in visits)
+    for region in {visit.region for visit in visits}:
+        own = [visit for visit in visits if visit.region == region]
+        assert all(one.end < next.start for one, next in pairwise(own))
+
+
+@pytest.mark.parametrize(
+    ("applied", "balanced", "holds"),
+    [
+        (1000, True, True),
+        (1200, True, True),
+        (1201, True, False),
+        (900, True, False),
+        (901, True, True),
+        (1000, False, False),
+    ],
+)
+def test_a_budget_holds_within_two_rounds_above_and_one_below(applied, balanced, holds):
+    assert Outcome("x", 1000.0, applied, 100.0, 1.0, 0.0, balanced).holds is holds

@@ -1,0 +1,1 @@
+"""The agent, against a server in memory."""

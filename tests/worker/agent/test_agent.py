@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -17,70 +16,17 @@ from diloco_cli.observe.events import read_events
 from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.messages import FragmentProgress, TrainerProgress
 from diloco_cli.worker.agent.agent import Agent, pause_before
-from tests.worker.fake_server import TERMS, Counter
-
-
-@pytest.fixture
-def counter():
-    return Counter()
-
-
-TRAINER = """
-import os, sys, time
-{first}
-os.write(1, b"progress\\n")
-while data := os.read(0, 100):
-    {on_mail}
-"""
-
-
-@pytest.fixture
-def agent(tmp_path, counter, log_lines):
-    running = []
-
-    def make(first="pass", on_mail="pass"):
-        script = TRAINER.format(first=first, on_mail=on_mail)
-        argv = [sys.executable, "-S", "-c", script]
-        made = Agent("paris", tmp_path, "http://x", TERMS, Wakeup(), argv=argv)
-        made.connect = counter.connect
-        running.append(Running(made))
-        return running[-1]
-
-    yield make
-    for one in running:
-        one.agent.wakeup.stop("the test is over")
-        one.ended()
+from diloco_cli.worker.mailbox import Mailbox
+from tests.worker.fake_server import SHARED, settings_in
 
 
 def test_its_uploads_keep_to_the_rate_limit_of_the_spec(tmp_path):
-    agent = Agent(
-        "paris", tmp_path, "http://x", TERMS, Wakeup(), argv=[], options=Options(rate_limit=8e6)
-    )
+    settings, options = settings_in(Mailbox(tmp_path / "paris")), Options(rate_limit=8e6)
+    agent = Agent(settings, tmp_path, "http://x", SHARED, Wakeup(), argv=[], options=options)
     with agent.connect(agent.options) as client:
         throttle = client.lane(1).throttle
         assert throttle is not None and throttle.bytes_per_second == 1e6
         assert throttle is client.lane(0).throttle, "all connections share one"
-
-
-class Running:
-    """An agent in a thread."""
-
-    def __init__(self, agent):
-        self.agent = agent
-        self.outcome = None
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self):
-        try:
-            self.outcome = self.agent.run(wait=1)
-        except Exception as error:
-            self.outcome = error
-
-    def ended(self):
-        self.thread.join(20)
-        assert not self.thread.is_alive()
-        return self.outcome
 
 
 def is_up(counter):
@@ -128,6 +74,32 @@ def test_only_starts_in_a_row_that_came_to_nothing_make_the_next_one_wait(agent,
     assert running.agent._failures <= 1
     assert [pause_before(failures) for failures in range(1, 5)] == [0.0, 0.5, 1.0, 2.0]
     assert pause_before(100) == 30.0
+
+
+def test_a_worker_follows_a_server_that_began_anew_under_it(agent, counter, log_lines):
+    running = agent()
+    mailbox = running.agent.mailbox
+    counter.wait_for(lambda: is_up(counter))
+    owner, trainer = mailbox.identity().owner, running.agent.trainer
+    mailbox.post(0, b"never sent")
+    with counter.change:
+        counter.run, counter.was, counter.high = "run-2", ("run-1",), -1
+    counter.wait_for(lambda: mailbox.identity().run == "run-2")
+    counter.heartbeats.clear()
+    counter.wait_for(lambda: is_up(counter))
+    assert mailbox.identity().owner != owner
+    assert mailbox.frame(0) is None and running.agent.restarts == 0
+    assert trainer.code is not None, "its trainer had the old run's weights"
+    assert "run run-1 trained nothing; beginning anew in run run-2" in log_lines
+
+
+def test_a_server_of_another_run_ends_the_worker(agent, counter):
+    running = agent()
+    counter.wait_for(lambda: is_up(counter))
+    with counter.change:
+        counter.run = "run-2"
+    outcome = running.ended()
+    assert isinstance(outcome, SpecError) and "run-2" in outcome.message
 
 
 @pytest.mark.parametrize("code, kind", [(2, SpecError), (5, StoreError)])

@@ -14,7 +14,7 @@ from diloco_cli.wire.messages import Answer, FragmentProgress, HeldOut, Joined, 
 from diloco_cli.worker.agent.published_weights import bring_up
 from diloco_cli.worker.agent.sync_threads import Reporting, SyncThreads
 from diloco_cli.worker.mailbox import Fate, Image, Mailbox
-from tests.worker.fake_server import LAYOUT, SIZE, Counter
+from tests.worker.fake_server import LAYOUT, SIZE
 
 
 @pytest.fixture
@@ -22,11 +22,6 @@ def mailbox(tmp_path):
     made = Mailbox(tmp_path / "regions" / "paris")
     made.prepare()
     return made
-
-
-@pytest.fixture
-def counter():
-    return Counter()
 
 
 @pytest.fixture
@@ -182,7 +177,7 @@ def test_an_answer_about_an_older_frame_does_not_hide_the_newest(courier, counte
     counter.fates = {0: {"digest": "a" * 64, "fate": "merged"}}
     counter.tell()
     counter.wait_for(lambda: courier.news.n == counter.n)
-    assert mailbox.fate(0) == Fate(digest, "foreign", "somebody else")
+    assert mailbox.fate(0) == Fate(digest, "foreign", "somebody else", forgotten=True)
 
 
 def test_older_news_does_not_overwrite_newer(courier, counter):
@@ -258,6 +253,32 @@ def test_a_fenced_courier_stops_and_says_so(courier, counter):
     assert courier.closed.is_set()
 
 
+def test_heartbeats_are_counted_and_say_how_far_the_region_may_train(courier, counter, mailbox):
+    counter.flags["until"] = 500.0
+    courier.start()
+    counter.wait_for(lambda: any(beat.until == 500.0 for beat in counter.heartbeats))
+    assert mailbox.calls().until == 500.0
+    numbers = [beat.n for beat in counter.heartbeats]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_room_is_only_told_in_answers_to_heartbeats(courier, counter):
+    """Other news, and what was overtaken, leave it as it is, or take nothing but it."""
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    courier.close()
+    counter.tell()
+    courier.wait(20)
+    courier.closed.clear()
+    news = courier.news
+    courier.take(news.model_copy(update={"n": news.n + 5, "until": 700.0}))
+    courier.take(news.model_copy(update={"n": news.n + 6, "until": None, "end": True}))
+    assert courier.news.until == 700.0 and courier.news.end
+    late = news.model_copy(update={"n": news.n + 5, "until": 650.0})
+    courier.take(late, known=news.n + 5)
+    assert courier.news.until == 650.0 and courier.news.end and courier.news.n == news.n + 6
+
+
 def test_a_damaged_image_is_fetched_again(courier, counter, mailbox):
     mailbox.image_file(0).write_bytes(b"nonsense")
     courier.start()
@@ -273,7 +294,7 @@ def test_heartbeats_say_what_the_trainer_says(courier, counter, mailbox):
         TrainerProgress(
             step=12,
             training=True,
-            drained=False,
+            ended=0,
             fragments=fragments,
             tokens=blank.tokens,
             loss=float("nan"),
@@ -287,3 +308,47 @@ def test_heartbeats_say_what_the_trainer_says(courier, counter, mailbox):
     beat = counter.heartbeats[0]
     assert (beat.step, beat.training, beat.why, beat.restarts) == (12, True, "training", 2)
     assert beat.fragments[0].version == 3 and beat.loss is None and beat.heldout.loss == 2.5
+
+
+def lanes(grant=1, position=0, **more):
+    found = {3: (grant, position), 4: (grant, position)}
+    return {"order": "a" * 32, "count": 8, "lanes": found, **more}
+
+
+def test_what_the_trainer_reads_is_kept_when_it_changes_hands_not_when_it_moves_on(
+    courier_of, counter, mailbox
+):
+    counter.flags["lanes"] = lanes(position=4)
+    courier = courier_of()
+    courier.start()
+    assert mailbox.lanes().lanes == {3: (1, 4), 4: (1, 4)}, "before anything else is heard"
+    written = mailbox.lanes_file.stat().st_ino
+    counter.tell(lanes=lanes(position=9))
+    counter.wait_for(lambda: courier.news.lanes.lanes[3] == (1, 9))
+    assert mailbox.lanes_file.stat().st_ino == written
+    counter.tell(lanes=lanes(position=9, asked=[4]))
+    counter.wait_for(lambda: mailbox.lanes().asked == (4,))
+    counter.tell(lanes=lanes(grant=2, position=30))
+    counter.wait_for(lambda: mailbox.lanes().lanes[3] == (2, 30))
+    counter.tell(lanes=None)
+    counter.wait_for(lambda: courier.news.lanes is None)
+    assert mailbox.lanes().lanes[3] == (2, 30)
+
+
+def test_a_dead_trainer_is_quoted_about_the_text_that_was_joined_with_and_no_other(
+    courier_of, counter, mailbox
+):
+    text = {"digest": "a" * 32, "settings": "b" * 32, "tokens": 900, "windows": 90}
+    order = {**text, "sequence": 10, "lanes": 8}
+    reading = {"order": order, "count": 8, "lanes": {3: (1, 5)}, "released": {4: (1, 2)}}
+    progress = TrainerProgress.none(2).model_dump()
+    mailbox.write_progress(TrainerProgress.model_validate({**progress, "reading": reading}))
+    counter.flags["lanes"] = lanes()
+    courier = courier_of()
+    assert courier.report().reading.released == {4: (1, 2)}
+    courier.news = courier.news.model_copy(
+        update={"lanes": courier.news.lanes.model_copy(update={"order": "c" * 32})}
+    )
+    assert courier.report().reading is None
+    courier.trainer = Reporting()
+    assert courier.report().reading is not None

@@ -13,6 +13,8 @@ from dataclasses import replace
 
 import pytest
 
+from diloco_cli.assemble import spelled_out
+from diloco_cli.core.lanes import Cursor
 from diloco_cli.spec.resolved import write_resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.messages import TrainerProgress
@@ -76,6 +78,11 @@ def start():
         process.close()
 
 
+def windows(cursor: Cursor) -> int:
+    """How many have been read, all lanes together."""
+    return sum(at.position for at in cursor.lanes.values())
+
+
 def test_a_trainer_killed_in_mid_run_goes_on_and_every_merged_token_counts_once(start, tmp_path):
     stage = Stage(tmp_path, tiny_spec(tmp_path))
     killed = start(stage)
@@ -97,7 +104,7 @@ def test_a_trainer_killed_in_mid_run_goes_on_and_every_merged_token_counts_once(
 
     saved = checkpoint.load(stage.mailbox.checkpoint)
     assert saved.books[0]["totals"]["applied"] == frame.tokens
-    assert saved.cursor["windows"] > frame.cursor["windows"]
+    assert windows(saved.cursor) > windows(Cursor.of(frame.cursor)) > 0
     last = revived.progress()
     assert last.why == "stopped: the agent is gone" and not last.training
     for number in range(2):
@@ -112,7 +119,7 @@ def test_whoever_takes_a_trainer_over_in_time_is_its_agent(start, tmp_path):
     argv, identity = [str(one) for one in process.child.args], stage.mailbox.identity()
     assert process.child.stdin and identity
     process.child.stdin.close()
-    record = HandoverRecord.of(argv, stage.folder / "spec.resolved.yaml", identity)
+    record = HandoverRecord.of(argv, spelled_out(stage.spec), "paris", identity)
     heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     ended = threading.Event()
 
@@ -134,15 +141,20 @@ def test_whoever_takes_a_trainer_over_in_time_is_its_agent(start, tmp_path):
     assert trainer.code == 0 and stage.mailbox.trainer_lock_holder() is None
 
 
-def test_a_trainer_of_another_run_is_sent_away_and_not_taken_over(start, tmp_path):
+@pytest.mark.parametrize("differs", ["run", "settings"])
+def test_a_trainer_of_another_run_or_other_settings_is_sent_away(start, tmp_path, differs):
     stage = Stage(tmp_path, tiny_spec(tmp_path))
     process = start(stage, alone=60.0)
     process.wait_for(lambda: process.progress().step >= 5)
     argv, identity = [str(one) for one in process.child.args], stage.mailbox.identity()
     assert process.child.stdin and identity
     process.child.stdin.close()
-    other = replace(identity, run="run-2")
-    record = HandoverRecord.of(argv, stage.folder / "spec.resolved.yaml", other)
+    spec = spelled_out(stage.spec)
+    if differs == "run":
+        identity = replace(identity, run="run-2")
+    else:
+        spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"adopt": "replace"})})
+    record = HandoverRecord.of(argv, spec, "paris", identity)
     quiet = {"on_output": lambda words: None, "on_end": lambda: None}
     assert take_over(stage.mailbox, record, tmp_path / "log", **quiet) is None
     assert process.child.wait(60) == 0

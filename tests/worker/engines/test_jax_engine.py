@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,21 +15,20 @@ from diloco_cli.models.decoder import Decoder
 from diloco_cli.spec.schema import InnerSpec
 from diloco_cli.worker.engines.jax_engine import (
     JaxStep,
-    fetch,
-    fragment_vector,
     inner_optimizer,
     make_step,
-    place,
-    replace_fragment,
     use_compile_cache,
 )
+from diloco_cli.worker.engines.learning_rate import RatePlan
 from diloco_cli.worker.engines.optimizers import optimizers, schedules
+from diloco_cli.worker.engines.placement import place_model
 from diloco_cli.worker.trainer.task import limit_cores
 
 use_compile_cache()
 
 MODEL = Decoder(layers=1, width=16, heads=2, kv_heads=1, ffn=32, vocabulary=64)
 TOKENS = (np.arange(4 * 17).reshape(4, 17) * 7 % 64).astype(np.int32)
+PLACEMENT = place_model(MODEL)
 LAYOUT = cut(MODEL.tensors(), 6)
 
 
@@ -36,19 +36,24 @@ def inner(**options) -> InnerSpec:
     return InnerSpec(**{"batch": 4, "sequence": 16, "schedule": {"kind": "constant"}, **options})
 
 
+def step_of(horizon: int, **options) -> JaxStep:
+    chosen = inner(**options)
+    return make_step(MODEL, chosen, RatePlan.of(chosen, horizon))
+
+
 def one_step(step: JaxStep, tokens: np.ndarray = TOKENS) -> tuple[dict[str, np.ndarray], float]:
-    params = place(MODEL.init(0))
+    params = PLACEMENT.place(MODEL.init(0))
     params, _, loss = step.step(params, step.init_state(params), tokens)
-    return fetch(params), float(loss)
+    return PLACEMENT.fetch(params), float(loss)
 
 
 @pytest.fixture(scope="module")
 def adamw() -> JaxStep:
-    return make_step(MODEL, inner(schedule={"kind": "cosine", "warmup": 3}), horizon=100)
+    return step_of(100, schedule={"kind": "cosine", "warmup": 3})
 
 
 def test_the_loss_falls(adamw):
-    params = place(MODEL.init(0))
+    params = PLACEMENT.place(MODEL.init(0))
     state = adamw.init_state(params)
     losses = []
     for _ in range(30):
@@ -67,10 +72,7 @@ def test_the_same_start_gives_the_same_bits(adamw):
 
 def test_micro_batches_add_up_to_the_whole_batch():
     slow = {"kind": "sgd", "lr": 0.5, "momentum": 0}
-    whole, parts = (
-        one_step(make_step(MODEL, inner(optimizer=slow, accumulate=count), horizon=10))
-        for count in (1, 4)
-    )
+    whole, parts = (one_step(step_of(10, optimizer=slow, accumulate=count)) for count in (1, 4))
     assert parts[1] == pytest.approx(whole[1], rel=1e-6)
     for name, values in whole[0].items():
         np.testing.assert_allclose(parts[0][name], values, atol=2e-6)
@@ -78,13 +80,14 @@ def test_micro_batches_add_up_to_the_whole_batch():
 
 def test_a_batch_that_does_not_part_is_refused():
     with pytest.raises(SpecError, match="batch is 4, which does not part into 3"):
-        make_step(MODEL, inner(accumulate=3), horizon=10)
+        step_of(10, accumulate=3)
 
 
 def updates(slope: float, **options) -> dict[str, np.ndarray]:
     """Gives the first move of the inner optimiser when every gradient is `slope`."""
     weights = MODEL.init(0)
-    transform = inner_optimizer(MODEL, inner(**options), 10)
+    chosen = inner(**options)
+    transform = inner_optimizer(PLACEMENT, chosen, RatePlan.of(chosen, 10))
     gradient = {name: np.full_like(values, slope) for name, values in weights.items()}
     moved, _ = jax.jit(transform.update)(gradient, transform.init(weights), weights)
     return {name: np.asarray(values) for name, values in moved.items()}
@@ -104,10 +107,39 @@ def test_matrices_decay_and_norms_do_not():
         np.testing.assert_allclose(moved[name], -decay * weights, rtol=1e-5)
 
 
+def test_muon_moves_hidden_matrices_by_orthogonal_steps_and_the_rest_by_adam():
+    """All singular values of a hidden matrix's update are about the same; it also decays."""
+    rng = np.random.default_rng(3)
+    gradient = {n: rng.normal(size=v.shape).astype(np.float32) for n, v in MODEL.init(0).items()}
+    lr = 0.01
+
+    def moved(kind: str, **more) -> dict[str, np.ndarray]:
+        chosen = inner(optimizer={"kind": kind, "lr": lr, "decay": 0.0, **more}, clip=1e9)
+        transform = inner_optimizer(PLACEMENT, chosen, RatePlan.of(chosen, 10))
+        found: Any = transform.update(gradient, transform.init(MODEL.init(0)), MODEL.init(0))[0]
+        return {name: np.asarray(values) for name, values in found.items()}
+
+    muon, adamw = moved("muon"), moved("adamw")
+    hidden = {t.name for t in MODEL.tensors() if len(t.shape) == 2 and not t.embedding}
+    assert hidden and len(hidden) < len(muon)
+    for name, update in muon.items():
+        if name in hidden:
+            values = np.linalg.svd(update, compute_uv=False)
+            assert values.min() > 0.4 * values.max()
+            assert np.sqrt(np.mean(update**2)) == pytest.approx(0.2 * lr, rel=0.35)
+        else:
+            # Adam's first step goes by the sign alone; this one looks ahead, so it is longer.
+            assert (np.sign(update) == np.sign(adamw[name])).all() and np.ptp(np.abs(update)) < 1e-4
+    decayed = moved("muon", decay=0.5)
+    for name, weights in MODEL.init(0).items():
+        share = 0.5 * lr if name in hidden else 0.0
+        np.testing.assert_allclose(decayed[name], muon[name] - share * weights, atol=2e-6)
+
+
 def test_a_step_that_is_not_finite_moves_nothing_and_says_so(adamw):
     poisoned = MODEL.init(0)
     poisoned["norm"][3] = np.inf
-    params = place(poisoned)
+    params = PLACEMENT.place(poisoned)
     state = adamw.init_state(params)
     before = [np.array(leaf) for leaf in jax.tree.leaves(state)]
     params, state, loss = adamw.step(params, state, TOKENS)
@@ -119,7 +151,7 @@ def test_a_step_that_is_not_finite_moves_nothing_and_says_so(adamw):
 
 
 def test_what_a_step_is_given_is_gone(adamw):
-    params = place(MODEL.init(0))
+    params = PLACEMENT.place(MODEL.init(0))
     adamw.step(params, adamw.init_state(params), TOKENS)
     assert all(values.is_deleted() for values in params.values())
 
@@ -134,8 +166,8 @@ def shareable(values: np.ndarray) -> np.ndarray:
 
 
 def test_placed_weights_do_not_follow_the_array_they_came_from():
-    weights = {"embed": shareable(MODEL.init(0)["embed"])}
-    params = place(weights)
+    weights = {**MODEL.init(0), "embed": shareable(MODEL.init(0)["embed"])}
+    params = PLACEMENT.place(weights)
     weights["embed"][:] = 7.0
     assert float(params["embed"].max()) < 7.0
 
@@ -143,25 +175,25 @@ def test_placed_weights_do_not_follow_the_array_they_came_from():
 def test_evaluation_weighs_batches_by_their_tokens(adamw):
     weights = MODEL.init(0)
     short, long = TOKENS[:1], TOKENS[1:]
-    apart = [adamw.evaluate(weights, [part]) for part in (short, long)]
-    both = adamw.evaluate(place(weights), [short, long])
+    apart = [adamw.evaluate(PLACEMENT.place(weights), [part]) for part in (short, long)]
+    both = adamw.evaluate(PLACEMENT.place(weights), [short, long])
     assert both == pytest.approx((apart[0] + 3 * apart[1]) / 4, rel=1e-6)
 
 
 def test_a_fragment_leaves_the_device_as_the_core_would_cut_it():
     weights = MODEL.init(0)
-    params = place(weights)
+    params = PLACEMENT.place(weights)
     split = [piece for part in LAYOUT.fragments for piece in part.pieces if piece.start]
     assert split, "the layout must contain a tensor in several pieces"
     for fragment in LAYOUT.fragments:
-        np.testing.assert_array_equal(fragment_vector(params, fragment), gather(weights, fragment))
+        np.testing.assert_array_equal(PLACEMENT.read(params, fragment), gather(weights, fragment))
 
 
 def test_a_fragment_taken_out_stays_as_it_was_while_training_goes_on(adamw):
-    params = place(MODEL.init(0))
+    params = PLACEMENT.place(MODEL.init(0))
     state = adamw.init_state(params)
-    vectors = [fragment_vector(params, fragment) for fragment in LAYOUT.fragments]
-    copies = fetch(params)
+    vectors = [PLACEMENT.read(params, fragment) for fragment in LAYOUT.fragments]
+    copies = PLACEMENT.fetch(params)
     for _ in range(3):
         params, state, _ = adamw.step(params, state, TOKENS)
     weights = MODEL.init(0)
@@ -172,18 +204,18 @@ def test_a_fragment_taken_out_stays_as_it_was_while_training_goes_on(adamw):
 
 
 def test_a_replaced_fragment_is_ours_alone_and_leaves_the_rest(adamw):
-    params = place(MODEL.init(0))
+    params = PLACEMENT.place(MODEL.init(0))
     state = adamw.init_state(params)
     params, state, _ = adamw.step(params, state, TOKENS)
     fragment, *others = LAYOUT.fragments
-    rest = [fragment_vector(params, other) for other in others]
+    rest = [PLACEMENT.read(params, other) for other in others]
     vector = shareable(np.linspace(-1, 1, fragment.size, dtype=np.float32))
     original = vector.copy()
-    params = replace_fragment(params, fragment, vector)
+    params = PLACEMENT.write(params, fragment, vector)
     vector[:] = 7.0
-    np.testing.assert_array_equal(fragment_vector(params, fragment), original)
+    np.testing.assert_array_equal(PLACEMENT.read(params, fragment), original)
     for other, values in zip(others, rest, strict=True):
-        np.testing.assert_array_equal(fragment_vector(params, other), values)
+        np.testing.assert_array_equal(PLACEMENT.read(params, other), values)
     adamw.step(params, state, TOKENS)
     assert (vector == 7.0).all()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Frame
-from diloco_cli.wire.messages import News
+from diloco_cli.wire.messages import LaneAssignment, News
+from diloco_cli.worker.agent.join import order_of
 from diloco_cli.worker.mailbox import Fate, FolderOwner, Image, Mailbox
 
 RUN = "run-1"
@@ -61,6 +62,8 @@ class Stage:
         self.mailbox.write_identity(FolderOwner("owner", 1, RUN))
         for number in range(len(self.versions)):
             self.publish(number)
+        self.read()
+        self.grant(range(self.order.lanes))
 
     def publish(self, number: int) -> None:
         weights = self.published[number]
@@ -83,7 +86,7 @@ class Stage:
         self.versions[number] += 1
         self.publish(number)
 
-    def tell(self, calls: Mapping[int, int] | None = None, **flags: bool) -> None:
+    def tell(self, calls: Mapping[int, int] | None = None, **flags: Any) -> None:
         self.n += 1
         quiet = {"end": False, "finished": False, "stop": False, "evaluate": False}
         news = News.model_validate(
@@ -98,6 +101,22 @@ class Stage:
             }
         )
         self.mailbox.write_calls(news)
+
+    def read(self) -> None:
+        """Looks at the text of the spec, as an agent does before it joins."""
+        order = order_of(self.spec, self.region)
+        assert order is not None
+        self.order = order
+
+    def grant(self, lanes: Iterable[int], *asked: int, grant: int = 1, at: int = 0) -> None:
+        """Says which lanes the region reads."""
+        told = {
+            "order": self.order.digest,
+            "count": self.order.lanes,
+            "lanes": {lane: (grant, at) for lane in lanes},
+            "asked": asked,
+        }
+        self.mailbox.write_lanes(LaneAssignment.model_validate(told))
 
     def decide(self, number: int, fate: str, why: str = "") -> None:
         self.mailbox.write_fate(number, Fate(self.frame(number).digest, fate, why))
@@ -146,9 +165,7 @@ def honest(trainer: Any) -> bool:
 
 def local(trainer: Any, number: int) -> np.ndarray:
     """The fragment's weights on the device."""
-    from diloco_cli.worker.engines.jax_engine import fetch
-
-    return gather(fetch(trainer.weights.engine.params), trainer.task.layout.fragments[number])
+    return gather(trainer.weights.engine.snapshot().params, trainer.task.layout.fragments[number])
 
 
 def steps(trainer: Any, count: int) -> None:

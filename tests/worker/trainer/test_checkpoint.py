@@ -8,23 +8,19 @@ import pytest
 from safetensors.numpy import save_file
 
 from diloco_cli.core.fragments import cut, gather
+from diloco_cli.core.lanes import Cursor, LanePosition
 from diloco_cli.errors import StoreError
 from diloco_cli.models.decoder import Decoder
 from diloco_cli.spec.schema import InnerSpec
-from diloco_cli.worker.engines.jax_engine import (
-    JaxStep,
-    fetch,
-    flatten_state,
-    make_step,
-    place,
-    restore_state,
-    use_compile_cache,
-)
+from diloco_cli.worker.engines.jax_engine import JaxStep, make_step, use_compile_cache
+from diloco_cli.worker.engines.learning_rate import RatePlan
+from diloco_cli.worker.engines.placement import place_model
 from diloco_cli.worker.trainer.checkpoint import Checkpoint, load, save
 
 use_compile_cache()
 
 MODEL = Decoder(layers=1, width=16, heads=2, kv_heads=1, ffn=32, vocabulary=64)
+PLACEMENT = place_model(MODEL)
 LAYOUT = cut(MODEL.tensors(), 6)
 INNER = InnerSpec(batch=4, sequence=16, schedule={"kind": "cosine", "warmup": 3})
 
@@ -39,7 +35,7 @@ def a_checkpoint(**changes) -> Checkpoint:
         "opt_state": {"[0].count": np.array(4, np.int32), "[0].mu['w']": np.ones((2, 3))},
         "anchors": [np.full(number + 1, number, np.float32) for number in range(12)],
         "books": [{"version": 3, "held": {"tokens": 0.1 + 0.2, "steps": 2}, "flight": None}],
-        "cursor": {"windows": 96},
+        "cursor": Cursor("order", 64, {3: LanePosition(7, 96)}, {5: LanePosition(2, 90)}),
         "clock": 41,
         "step": 40,
         "meta": {"run": "7f", "layout": "ab"},
@@ -49,7 +45,7 @@ def a_checkpoint(**changes) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def step() -> JaxStep:
-    return make_step(MODEL, INNER, horizon=100)
+    return make_step(MODEL, INNER, RatePlan.of(INNER, 100))
 
 
 def train(step: JaxStep, params, state, numbers):
@@ -60,25 +56,27 @@ def train(step: JaxStep, params, state, numbers):
 
 def test_three_steps_a_restart_and_three_more_are_six_steps(step, tmp_path):
     path = tmp_path / "checkpoint.safetensors"
-    start = place(MODEL.init(0))
+    start = PLACEMENT.place(MODEL.init(0))
     straight, end = train(step, start, step.init_state(start), range(6))
 
-    params = place(MODEL.init(0))
+    params = PLACEMENT.place(MODEL.init(0))
     params, state = train(step, params, step.init_state(params), range(3))
     anchors = [gather(MODEL.init(0), fragment) for fragment in LAYOUT.fragments]
     save(
         path,
-        a_checkpoint(params=fetch(params), opt_state=flatten_state(state), anchors=anchors),
+        a_checkpoint(
+            params=PLACEMENT.fetch(params), opt_state=PLACEMENT.flatten(state), anchors=anchors
+        ),
     )
     del params, state
 
     saved = load(path)
-    params = place(saved.params)
-    params, state = train(step, params, restore_state(step, params, saved.opt_state), range(3, 6))
-    for name, values in fetch(straight).items():
+    params = PLACEMENT.place(saved.params)
+    params, state = train(step, params, step.restore_state(saved.opt_state), range(3, 6))
+    for name, values in PLACEMENT.fetch(straight).items():
         np.testing.assert_array_equal(np.asarray(params[name]), values)
-    for name, values in flatten_state(end).items():
-        np.testing.assert_array_equal(flatten_state(state)[name], values)
+    for name, values in PLACEMENT.flatten(end).items():
+        np.testing.assert_array_equal(PLACEMENT.flatten(state)[name], values)
 
 
 def test_everything_comes_back_as_it_was(tmp_path):
@@ -156,7 +154,8 @@ def test_no_file_is_an_error_of_its_own(tmp_path):
 
 
 def test_the_state_of_another_optimizer_is_refused(step):
-    params = place(MODEL.init(0))
-    other = make_step(MODEL, INNER.model_copy(update={"optimizer": {"kind": "sgd"}}), horizon=100)
+    params = PLACEMENT.place(MODEL.init(0))
+    sgd = INNER.model_copy(update={"optimizer": {"kind": "sgd"}})
+    other = make_step(MODEL, sgd, RatePlan.of(sgd, 100))
     with pytest.raises(StoreError, match="does not fit the optimiser of this run"):
-        restore_state(step, params, flatten_state(other.init_state(params)))
+        step.restore_state(PLACEMENT.flatten(other.init_state(params)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from diloco_cli.core.lanes import Cursor
 from diloco_cli.core.unmerged_work import Totals, Work
 from diloco_cli.errors import StoreError
 from diloco_cli.worker.mailbox import FolderOwner
@@ -22,7 +25,7 @@ def test_without_a_checkpoint_the_outbox_speaks(play):
     revived = again(stage, trainer)
     np.testing.assert_allclose(revived.weights.held(0), frame.values(), atol=1e-6)
     assert revived.weights.books[0].flight.digest == frame.digest
-    assert revived.weights.clock == 3 and revived.weights.cursor == frame.header.cursor
+    assert revived.weights.clock == 3 and revived.weights.cursor == Cursor.of(frame.header.cursor)
     assert revived.weights.books[1].held == Work()  # Never posted, never saved: never counted.
     assert honest(revived)
 
@@ -37,7 +40,7 @@ def test_a_frame_newer_than_the_checkpoint_beats_it(play):
     revived = again(stage, trainer)
     assert revived.weights.books[0].held.steps == 4 and revived.weights.books[1].held.steps == 2
     assert not np.array_equal(revived.weights.held(1), held)
-    assert revived.weights.cursor == stage.frame(0).header.cursor
+    assert revived.weights.cursor == Cursor.of(stage.frame(0).header.cursor)
     assert honest(revived)
 
 
@@ -173,3 +176,28 @@ def test_a_folder_under_a_new_name_begins_its_books_with_what_it_still_holds(pla
     save(revived)
     trained = [book.totals.trained for book in revived.weights.books]
     assert [book.totals.trained for book in again(stage, revived).weights.books] == trained
+
+
+def test_a_folder_of_another_region_keeps_its_optimiser_and_drops_what_was_not_merged(play):
+    stage, trainer = play()
+    steps(trainer, 2)
+    post(stage, trainer, 0)
+    stage.merge(0)
+    until(trainer, lambda: trainer.weights.books[0].totals.applied > 0)
+    steps(trainer, 3)
+    save(trainer)
+    held = [book.pending for book in trainer.weights.books]
+    assert all(held)
+    saved = checkpoint.load(stage.mailbox.checkpoint)
+    moved = replace(saved, meta={**saved.meta, "region": "oslo", "owner": "oslo's"})
+    checkpoint.save(stage.mailbox.checkpoint, moved)
+    for number in range(2):
+        stage.mailbox.outbox_file(number).unlink(missing_ok=True)
+    revived = again(stage, trainer)
+    for tokens, book in zip(held, revived.weights.books, strict=True):
+        assert book.pending == 0 and book.totals == Totals(trained=tokens, discarded=tokens)
+    assert revived.weights.clock == trainer.weights.clock, "the schedule goes on"
+    for number, published in enumerate(stage.published):
+        assert np.array_equal(local(revived, number), published)
+    assert honest(revived)
+    assert checkpoint.load(stage.mailbox.checkpoint).meta["region"] == "paris"

@@ -1,0 +1,164 @@
+"""JSON lines and Parquet read directly: tokens are made at the first start and kept in a cache.
+
+Fit for what is tokenized in a minute or two. What is larger is prepared before the run, on one
+host, and copied: `diloco data prepare`.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from diloco_cli.core.lanes import LANES
+from diloco_cli.data.heldout import HeldoutText
+from diloco_cli.data.hf_tokenizer import HfTokenizer
+from diloco_cli.data.order import Stream
+from diloco_cli.data.prepare import Preparation, prepare
+from diloco_cli.data.protocol import datasets
+from diloco_cli.data.sources import Form, TextSource
+from diloco_cli.data.text import Lanes, build_tokenizer, meaning_of, spelled_out
+from diloco_cli.data.tokens import PreparedTokens
+from diloco_cli.errors import RegistryError, SpecError
+from diloco_cli.observe.units import bytes_
+
+LARGEST = 2 << 30
+"""Bytes of all files together."""
+
+
+@dataclass(frozen=True)
+class _SmallCorpus:
+    """What the kinds have in common."""
+
+    files: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Paths or patterns; `**` means any depth."""
+
+    tokenizer: dict[str, Any]
+    """Of kind hf."""
+
+    field: str = "text"
+    """Where the text is."""
+
+    mask: Literal["none", "documents"] = "none"
+    """`documents`: no token sees another document, positions begin anew in each, and the first
+    token of a document is not predicted."""
+
+    heldout: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the documents that is never trained on."""
+
+    lanes: Lanes = LANES
+    """Parts of the text that change hands when regions come and go, one reader each; at least as
+    many as there will ever be regions."""
+
+    form: ClassVar[Form]
+
+    def __post_init__(self) -> None:
+        built = build_tokenizer(self.tokenizer)
+        if not isinstance(built, HfTokenizer):
+            raise RegistryError(
+                f"The dataset {self.form!r} needs a tokenizer of kind hf; got "
+                f"{self.tokenizer['kind']}.",
+                hint="`diloco data train-tokenizer` makes one; bytes have no token between "
+                "documents.",
+                key="tokenizer.kind",
+            )
+        object.__setattr__(self, "tokenizer", spelled_out(self.tokenizer))
+
+    @property
+    def vocabulary(self) -> int:
+        return build_tokenizer(self.tokenizer).vocabulary
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        return meaning_of(self.tokenizer)
+
+    def find(self) -> list[Path]:
+        found: set[Path] = set()
+        for pattern in self.files:
+            matches = glob.glob(os.path.expanduser(pattern), recursive=True)
+            paths = {Path(match).resolve() for match in matches if os.path.isfile(match)}
+            if not paths:
+                raise SpecError(
+                    f"data.files: no file matches {pattern!r} in {Path.cwd()}.",
+                    hint="Check the spelling, or start the command in the folder the pattern is "
+                    "relative to.",
+                )
+            found |= paths
+        for path in sorted(found):
+            if TextSource.of(path).form != self.form:
+                raise SpecError(
+                    f"data.files: {path} is not called like a {self.form} file.",
+                    hint="Leave it out, or prepare files of several forms together: "
+                    "`diloco data prepare`.",
+                )
+        return sorted(found)
+
+    def open(self, seed: int, batch: int, sequence: int) -> Stream:
+        return self._prepared().open(seed, batch, sequence)
+
+    def held_out(self) -> HeldoutText:
+        return self._prepared().held_out()
+
+    def _prepared(self) -> PreparedTokens:
+        """The tokens, made now if no process of this host has made them before."""
+        paths = self.find()
+        sizes = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+        if (total := sum(size for _, size, _ in sizes)) > LARGEST:
+            raise SpecError(
+                f"data: {bytes_(total)} of files are too many to tokenize at every start.",
+                hint="`diloco data prepare` does it once; then `data: {kind: tokens}`.",
+            )
+        opened = build_tokenizer(self.tokenizer)
+        assert isinstance(opened, HfTokenizer)
+        key = json.dumps(
+            [sizes, self.tokenizer["digest"], opened.separator, self.field, self.heldout]
+        )
+        folder = token_cache() / hashlib.sha256(key.encode()).hexdigest()[:32]
+        prepare(
+            Preparation(
+                tuple(map(TextSource.of, paths)),
+                opened.opened(),
+                folder,
+                shards=1,
+                share=self.heldout,
+                field=self.field,
+                wait=math.inf,
+            )
+        )
+        return PreparedTokens(folder=str(folder), mask=self.mask, lanes=self.lanes)
+
+
+@datasets.register("jsonl")
+@dataclass(frozen=True)
+class JsonLines(_SmallCorpus):
+    """JSON lines (.jsonl, also .gz and .zst), tokenized at the first start; for small corpora."""
+
+    form = "jsonl"
+
+
+@datasets.register("parquet")
+@dataclass(frozen=True)
+class ParquetFiles(_SmallCorpus):
+    """Parquet files, tokenized at the first start; for small corpora."""
+
+    form = "parquet"
+
+
+def token_cache() -> Path:
+    """Where tokens are kept between starts; it may be removed at any time."""
+    folder = Path.home() / ".cache" / "diloco" / "tokens"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(
+            f"{folder} cannot be made: {error.strerror}.",
+            hint="Make it writable, or prepare the tokens elsewhere: `diloco data prepare`.",
+        ) from None
+    return folder

@@ -1,0 +1,363 @@
+"""The whole run as curves, in bounded memory: what the page and the report draw.
+
+    Status ──sample──▶ one row per second ▶ Curves     2,048 rows at most: when they are full,
+                                                       neighbours join and a row spans twice as long
+    events ──note────▶ Rounds                          the last ones, moment by moment
+    evaluations ─────▶ the exact values                4,096 at most, then every second one goes
+
+A row without samples is a gap, never a line. Nothing here is needed to train: losing the file
+costs a picture. Times are seconds since the run began, on the server's clock.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from diloco_cli.observe.status import RegionStatus, Status
+
+Seconds = float
+
+RUN_COLUMNS = (
+    "applied",
+    "pending",
+    "outer_steps",
+    "train_loss",
+    "tokens_per_second",
+    "contributing",
+    "goodput_time",
+    "goodput_tokens",
+    "goodput_participation",
+    "bytes_up",
+    "bytes_down",
+)
+REGION_COLUMNS = ("loss", "tokens_per_second", "staleness", "share", "blocked", "mfu")
+
+MOST_ROWS = 2048
+MOST_REGION_ROWS = 512
+MOST_REGIONS = 256
+"""Regions with curves of their own; the others are in the run's."""
+MOST_EVALUATIONS = 4096
+LEAST_ROUNDS = 256
+ROUND_TURNS = 17
+"""Rounds of each fragment that are kept, at least."""
+
+
+MOST_EVENTS = 400
+LONGEST_WORDS = 300
+ROUND_KINDS = ("called", "accepted", "closed", "published")
+MOST_POINTS = 1000
+"""Of a curve in one answer: two a pixel of what shows it."""
+REGION_POINTS, FEWEST_POINTS = 8000, 40
+"""Points of all regions together, and at least of each."""
+
+
+class Curves:
+    """Columns over time, in rows of equal span that cover everything since the run began."""
+
+    def __init__(self, columns: Sequence[str], most: int, span: Seconds = 1.0) -> None:
+        self.columns, self.most, self.span = tuple(columns), most, span
+        self._sums = np.zeros((most, len(self.columns)))
+        self._counts = np.zeros((most, len(self.columns)), np.uint32)
+        self.rows = 0
+
+    def add(self, at: Seconds, values: Mapping[str, float | None]) -> None:
+        """Takes one sample; values that are not known leave a gap."""
+        if not math.isfinite(at) or at < 0:
+            return
+        while at >= self.most * self.span:
+            self._join_neighbours()
+        row = int(at / self.span)
+        self.rows = max(self.rows, row + 1)
+        for column, name in enumerate(self.columns):
+            value = values.get(name)
+            if value is not None and math.isfinite(value):
+                self._sums[row, column] += value
+                self._counts[row, column] += 1
+
+    def _join_neighbours(self) -> None:
+        for table in (self._sums, self._counts):
+            joined = table[0::2] + table[1::2]
+            table[: len(joined)], table[len(joined) :] = joined, 0
+        self.span *= 2
+        self.rows = (self.rows + 1) // 2
+
+    def since(
+        self, start: Seconds, points: int = MOST_ROWS
+    ) -> tuple[list[Seconds], dict[str, list[float | None]]]:
+        """The rows that end after `start`: the middle of each, and every column's means.
+
+        Neighbours are joined until there are at most `points`.
+        """
+        first = min(self.rows, max(0, int(start / self.span)))
+        wide = max(1, math.ceil((self.rows - first) / max(1, points)))
+        first -= first % wide
+        starts = np.arange(first, self.rows, wide)
+        times = [round((row + wide / 2) * self.span, 3) for row in starts.tolist()]
+        if not len(starts):
+            return times, {name: [] for name in self.columns}
+        counts = np.add.reduceat(self._counts[: self.rows].astype(np.float64), starts, axis=0)
+        sums = np.add.reduceat(self._sums[: self.rows], starts, axis=0)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            means = sums / counts
+        return times, {
+            name: [None if math.isnan(mean) else _short(mean) for mean in means[:, column].tolist()]
+            for column, name in enumerate(self.columns)
+        }
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        """What it takes to go on, for a file."""
+        return {
+            f"{name}/sums": self._sums[: self.rows],
+            f"{name}/counts": self._counts[: self.rows],
+            f"{name}/span": np.array(self.span),
+        }
+
+    def restore(self, arrays: Mapping[str, np.ndarray], name: str) -> None:
+        """Goes on from what `arrays` gave; ValueError where it is of another form."""
+        sums, counts = arrays[f"{name}/sums"], arrays[f"{name}/counts"]
+        shape = (len(sums), len(self.columns))
+        if sums.shape != shape or counts.shape != shape or len(sums) > self.most:
+            raise ValueError(f"{name} has the shape {sums.shape}")
+        self.rows, self.span = len(sums), float(arrays[f"{name}/span"])
+        self._sums[: self.rows], self._counts[: self.rows] = sums, counts
+
+
+def _short(value: float) -> float:
+    """Six digits: what a drawing shows, at half the bytes."""
+    return float(f"{value:.6g}")
+
+
+@dataclass(frozen=True)
+class HeldoutPoint:
+    """One evaluation of the global weights."""
+
+    at: Seconds
+    tokens: float
+    loss: float
+    outer_step: int
+
+
+@dataclass
+class RoundRecord:
+    """One round, moment by moment."""
+
+    number: int
+    fragment: int
+    version: int
+    """In force when it was called; the round makes the next one."""
+    called: Seconds
+    answered: dict[str, Seconds] = field(default_factory=dict)
+    tokens: dict[str, float] = field(default_factory=dict)
+    closed: Seconds | None = None
+    why: str = ""
+    members: list[str] = field(default_factory=list)
+    published: Seconds | None = None
+    bytes: int = 0
+    adopted: dict[str, Seconds] = field(default_factory=dict)
+
+    def take(self, region: str, at: Seconds, tokens: float) -> None:
+        self.answered[region], self.tokens[region] = at, tokens
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Rounds:
+    """The last rounds of every fragment, folded from the server's events and the heartbeats."""
+
+    def __init__(self, fragments: int) -> None:
+        self.most = max(LEAST_ROUNDS, ROUND_TURNS * fragments)
+        self.all: list[RoundRecord] = []
+        self._open: dict[int, RoundRecord] = {}
+        self._early: dict[int, dict[str, tuple[Seconds, float]]] = {}
+        """Contributions that wait for their fragment to be called, by fragment and region."""
+        self._number = 0
+        self._versions: dict[str, list[int]] = {}
+
+    def note(self, kind: str, fields: Mapping[str, Any], at: Seconds) -> None:
+        """Takes an event of one of `ROUND_KINDS`."""
+        fragment = fields["fragment"]
+        if kind == "called":
+            self._call(fragment, fields["version"], at)
+        elif kind == "accepted":
+            arrival = (at, float(fields.get("tokens", 0.0)))
+            if record := self._open.get(fragment):
+                record.take(fields["region"], *arrival)
+            else:
+                self._early.setdefault(fragment, {})[fields["region"]] = arrival
+        elif record := self._open.get(fragment):
+            if kind == "closed":
+                record.closed, record.why = at, fields.get("why", "")
+                record.members = list(fields["members"])
+            else:
+                record.published, record.bytes = at, fields.get("bytes", 0)
+                del self._open[fragment]
+
+    def _call(self, fragment: int, version: int, at: Seconds) -> None:
+        self._number += 1
+        record = self._open[fragment] = RoundRecord(self._number, fragment, version, at)
+        for region, arrival in self._early.pop(fragment, {}).items():
+            record.take(region, *arrival)
+        self.all.append(record)
+        del self.all[: max(0, len(self.all) - self.most)]
+
+    def adopted(self, region: str, versions: Sequence[int], at: Seconds) -> None:
+        """Takes the versions that a region trains on, as it reports them."""
+        before = self._versions.get(region)
+        self._versions[region] = list(versions)
+        if before == list(versions):
+            return
+        for record in self.all:
+            fragment, made = record.fragment, record.version + 1
+            if record.published is None or fragment >= len(versions):
+                continue
+            if versions[fragment] >= made and (before is None or before[fragment] < made):
+                record.adopted.setdefault(region, at)
+
+    def after(self, number: int) -> list[dict[str, Any]]:
+        """Rounds after this number, and earlier ones that were not over yet."""
+        return [record.plain() for record in self.all if record.number > number]
+
+
+class History:
+    """Everything that is drawn of a run."""
+
+    def __init__(self, fragments: int) -> None:
+        self.run = Curves(RUN_COLUMNS, MOST_ROWS)
+        self.regions: dict[str, Curves] = {}
+        self.evaluations: list[HeldoutPoint] = []
+        self.rounds = Rounds(fragments)
+        self.events: deque[tuple[float, str, str, str]] = deque(maxlen=MOST_EVENTS)
+        """The last ones that are not about a round: wall time, kind, region, words."""
+
+    def note(self, kind: str, fields: Mapping[str, Any], at: Seconds, wall: float) -> None:
+        """Takes an event of the server."""
+        if kind in ROUND_KINDS:
+            self.rounds.note(kind, fields, at)
+        else:
+            self.events.append((wall, kind, str(fields.get("region", "")), _words(kind, fields)))
+
+    def sample(self, at: Seconds, status: Status) -> None:
+        """Takes what a status document says now."""
+        goodputs, wire = status.goodputs, status.wire
+        speeds = [region.tokens_per_second for region in status.regions]
+        self.run.add(
+            at,
+            {
+                "applied": status.tokens.applied,
+                "pending": status.tokens.pending,
+                "outer_steps": status.outer_steps,
+                "train_loss": status.loss.train,
+                "tokens_per_second": sum(speed or 0.0 for speed in speeds),
+                "contributing": sum(region.contributing for region in status.regions),
+                "goodput_time": goodputs.time,
+                "goodput_tokens": goodputs.tokens,
+                "goodput_participation": goodputs.participation,
+                "bytes_up": wire.bytes_up,
+                "bytes_down": wire.bytes_down,
+            },
+        )
+        for region in status.regions:
+            self._sample_region(at, region)
+        self._evaluated(at, status)
+
+    def _sample_region(self, at: Seconds, region: RegionStatus) -> None:
+        if not region.alive:
+            return
+        if region.name not in self.regions and len(self.regions) >= MOST_REGIONS:
+            return
+        curves = self.regions.setdefault(region.name, Curves(REGION_COLUMNS, MOST_REGION_ROWS))
+        curves.add(at, {name: getattr(region, name) for name in REGION_COLUMNS})
+
+    def _evaluated(self, at: Seconds, status: Status) -> None:
+        heldout, step = status.loss.heldout, status.loss.heldout_at
+        if heldout is None or step is None or not math.isfinite(heldout):
+            return
+        if self.evaluations and self.evaluations[-1].outer_step >= step:
+            return
+        self.evaluations.append(HeldoutPoint(at, status.tokens.applied, heldout, step))
+        if len(self.evaluations) > MOST_EVALUATIONS:
+            first, last = self.evaluations[0], self.evaluations[-1]
+            best = min(self.evaluations, key=lambda point: point.loss)
+            self.evaluations = [
+                point
+                for index, point in enumerate(self.evaluations)
+                if index % 2 or point in (first, best, last)
+            ]
+
+    def document(
+        self, since: Seconds = 0.0, *, points: int = MOST_POINTS, round_after: int = 0
+    ) -> dict[str, Any]:
+        """As JSON: what was sampled after `since`, and the rounds after a number."""
+        times, run = self.run.since(since, points)
+        least = REGION_POINTS // max(1, len(self.regions))
+        regions = {}
+        for name, curves in self.regions.items():
+            region_times, columns = curves.since(since, max(FEWEST_POINTS, min(points, least)))
+            regions[name] = {"at": region_times, **columns}
+        evaluations = [point for point in self.evaluations if point.at >= since]
+        step = max(1, math.ceil(len(evaluations) / MOST_POINTS))
+        return {
+            "span": self.run.span,
+            "run": {"at": times, **run},
+            "regions": regions,
+            "evaluations": [
+                [round(point.at, 3), point.tokens, point.loss, point.outer_step]
+                for index, point in enumerate(evaluations)
+                if index % step == 0 or index == len(evaluations) - 1
+            ],
+            "rounds": self.rounds.after(round_after),
+        }
+
+    def dump(self) -> bytes:
+        """As a file; the rounds are not in it, they are a picture of the last minutes."""
+        arrays = self.run.arrays("run")
+        for index, (_, curves) in enumerate(self.regions.items()):
+            arrays |= curves.arrays(f"region{index}")
+        points = [(p.at, p.tokens, p.loss, p.outer_step) for p in self.evaluations]
+        arrays["evaluations"] = np.array(points, np.float64).reshape(-1, 4)
+        names = json.dumps(list(self.regions)).encode()
+        arrays["names"] = np.frombuffer(names, np.uint8)
+        file = io.BytesIO()
+        np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
+        return file.getvalue()
+
+    def load(self, data: bytes) -> None:
+        """Goes on from a file; ValueError where it is damaged or of another form."""
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as file:
+                arrays: dict[str, np.ndarray] = dict(file)
+            restored = History(1)
+            restored.run.restore(arrays, "run")
+            for index, name in enumerate(json.loads(arrays["names"].tobytes())):
+                curves = Curves(REGION_COLUMNS, MOST_REGION_ROWS)
+                curves.restore(arrays, f"region{index}")
+                restored.regions[str(name)] = curves
+            points = _points(arrays["evaluations"].tolist())
+        except (KeyError, OSError, EOFError, TypeError, ValueError) as error:
+            raise ValueError(f"the history is damaged: {error}") from None
+        except Exception as error:  # What zipfile and zlib raise has no common base.
+            raise ValueError(f"the history is damaged: {error}") from error
+        self.run, self.regions, self.evaluations = restored.run, restored.regions, points
+
+
+def _words(kind: str, fields: Mapping[str, Any]) -> str:
+    """What an event says, in a line."""
+    if kind == "evaluated":
+        return f"held-out {fields['loss']:.3f} at outer step {fields['outer_steps']}"
+    if why := fields.get("why"):
+        return str(why)
+    shown = (f"{key} {value}" for key, value in fields.items() if key not in ("region", "owner"))
+    return ", ".join(shown)[:LONGEST_WORDS]
+
+
+def _points(rows: Iterable[Sequence[float]]) -> list[HeldoutPoint]:
+    return [HeldoutPoint(at, tokens, loss, int(step)) for at, tokens, loss, step in rows]

@@ -1,0 +1,20 @@
+"""The run as one HTML page: a status document and the history in, a whole page out. Start with
+document.py.
+
+    document.py     the page, part by part
+    report.py       a run that is over, or several beside each other, as one file to send
+    pictures.py     its curves as PNG files
+    curves.py       the curves of a run: the history in, drawings out
+    charts.py       lines over tokens or time, as SVG
+    round_chart.py  the last rounds: who was called, answered, merged, adopted
+    sparkline.py    a curve as small as a word
+    style.css       how it looks
+    live.js         swaps in a fresh copy when something happened
+
+Everything is drawn here, so the page reads without its script, and a report can use the same
+drawings. Nothing comes from another host.
+"""
+
+from diloco_cli.observe.page.document import POLICY, page
+
+__all__ = ["POLICY", "page"]

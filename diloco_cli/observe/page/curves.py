@@ -1,0 +1,117 @@
+"""The curves of a run: the document of `GET /v1/history` in, drawings out."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Any
+
+from diloco_cli.observe.page.charts import Axis, Line, Points, chart, reach
+from diloco_cli.observe.units import amount, bytes_, percent, seconds
+
+EARLY = 0.1
+"""Share of the run so far whose losses may lie outside the chart."""
+MOST_LINES = 16
+"""Regions with a line of their own."""
+
+Document = Mapping[str, Any]
+Styles = Mapping[str, str]
+"""The CSS class of each region's colour."""
+
+
+def loss_chart(
+    history: Document, styles: Styles, *, end: float, label: str, by_time: bool = False
+) -> str:
+    """Held-out loss, and each region's training loss, over merged tokens or time up to `end`."""
+    tokens_at, lines = _TokensAt(history), []
+    for name, curves in list(history["regions"].items())[:MOST_LINES]:
+        places = curves["at"] if by_time else [tokens_at(at) for at in curves["at"]]
+        points = list(zip(places, curves["loss"], strict=True))
+        lines.append(Line(name, points, styles.get(name, "")))
+    evaluations = evaluation_points(history, by_time=by_time)
+    lines.append(Line("held-out", evaluations, "thick", dots=len(evaluations) <= 200))
+    return loss_lines(lines, end=end, label=label, by_time=by_time)
+
+
+def evaluation_points(history: Document, *, by_time: bool = False) -> Points:
+    return [(at if by_time else tokens, value) for at, tokens, value, _ in history["evaluations"]]
+
+
+def loss_lines(lines: list[Line], *, end: float, label: str, by_time: bool = False) -> str:
+    """Losses on a log scale, in a range that the fall of the first steps does not set."""
+    y = reach([value for line in lines for value in _after_the_start(line)])
+    return chart(
+        lines,
+        label=label,
+        x=Axis(0.0, max(end, 1.0)),
+        y=Axis(y.low, y.high, log=y.low > 0),
+        x_text=seconds if by_time else amount,
+        y_text=lambda value: f"{value:.2f}",
+        height=260,
+    )
+
+
+def _after_the_start(line: Line) -> list[float | None]:
+    last = max((at for at, _ in line.points), default=0.0)
+    later = [value for at, value in line.points if at >= EARLY * last]
+    return later if len(later) > 1 else [value for _, value in line.points]
+
+
+class _TokensAt:
+    """Merged tokens at a time, by the rows of the run."""
+
+    def __init__(self, history: Document) -> None:
+        known = known_points(history, "applied")
+        self._times, self._tokens = [at for at, _ in known], [tokens for _, tokens in known]
+
+    def __call__(self, at: float) -> float:
+        place = bisect_right(self._times, at)
+        return self._tokens[place - 1] if place else 0.0
+
+
+def known_points(history: Document, column: str) -> list[tuple[float, float]]:
+    """The rows of the run in which a column is known."""
+    return [(at, value) for at, value in run_points(history, column) if value is not None]
+
+
+def run_points(history: Document, column: str) -> Points:
+    run = history["run"]
+    return list(zip(run["at"], run.get(column, [None] * len(run["at"])), strict=True))
+
+
+def speed_chart(history: Document, styles: Styles, *, label: str) -> str:
+    """Tokens per second of each region."""
+    lines = [
+        Line(
+            name,
+            list(zip(curves["at"], curves["tokens_per_second"], strict=True)),
+            styles.get(name, ""),
+        )
+        for name, curves in list(history["regions"].items())[:MOST_LINES]
+    ]
+    drawn = [value for line in lines for _, value in line.points]
+    y = reach(drawn, least=0.0)
+    return _over_time(history, lines, y, amount, label, height=120)
+
+
+def goodput_chart(history: Document, *, label: str) -> str:
+    """The share of the time that went into useful steps."""
+    lines = [Line("time", run_points(history, "goodput_time"))]
+    return _over_time(history, lines, Axis(0.0, 1.0), percent, label, height=100)
+
+
+def traffic_chart(history: Document, *, label: str) -> str:
+    """Bytes down, and up as a dashed line."""
+    lines = [
+        Line(name, run_points(history, name), style)
+        for name, style in (("bytes_down", ""), ("bytes_up", "dash"))
+    ]
+    y = reach([value for line in lines for _, value in line.points], least=0.0)
+    return _over_time(history, lines, y, bytes_, label, height=120)
+
+
+def _over_time(
+    history: Document, lines: list[Line], y: Axis, y_text: Any, label: str, *, height: int
+) -> str:
+    x = Axis(0.0, max(history["now"], 1.0))
+    return chart(lines, label=label, x=x, y=y, x_text=seconds, y_text=y_text, height=height)

@@ -1,0 +1,75 @@
+"""Keeps the history of the run: a sample every second, on disk every minute.
+
+It only looks on. A history that cannot be read is begun anew, one that cannot be written is
+tried again a minute later; neither holds up a round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diloco_cli.observe.history import History
+from diloco_cli.server.build_status import build_status
+from diloco_cli.server.rounds.coordinator import Coordinator
+from diloco_cli.system.files import keep_bytes
+
+log = logging.getLogger(__name__)
+
+SAMPLE_SECONDS = 1.0
+KEEP_SECONDS = 60.0
+NAME = "history.npz"
+
+
+class HistoryRecorder:
+    """Folds what a server does into a `History`."""
+
+    def __init__(self, folder: Path, fragments: int, note: Callable[..., None]) -> None:
+        """`note` is where events go on to."""
+        self.history = History(fragments)
+        self._path, self._note = folder / NAME, note
+        self._seconds: Callable[[], float] | None = None
+        try:
+            self.history.load(self._path.read_bytes())
+        except FileNotFoundError:
+            pass  # A run that begins, or one whose curves were deleted.
+        except (ValueError, OSError) as error:
+            log.warning(f"{self._path}: {error}; the curves begin anew")
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Takes an event of the server and passes it on."""
+        at = self._seconds() if self._seconds else 0.0
+        self.history.note(kind, fields, at, time.time())
+        self._note(kind, **fields)
+
+    async def run(self, coordinator: Coordinator) -> None:
+        """Samples until it is cancelled."""
+        state = coordinator.state
+        self._seconds = lambda: state.seconds
+        kept = state.clock()
+        while True:
+            self.sample(coordinator)
+            if state.clock() - kept >= KEEP_SECONDS:
+                await asyncio.to_thread(self.keep)
+                kept = state.clock()
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    def sample(self, coordinator: Coordinator) -> None:
+        state = coordinator.state
+        at = state.seconds
+        self.history.sample(at, build_status(coordinator, ""))
+        for region, lease in state.leases.all.items():
+            if lease.heartbeat:
+                versions = [progress.version for progress in lease.heartbeat.fragments]
+                self.history.rounds.adopted(region, versions, at)
+
+    def keep(self) -> None:
+        """Writes the file; a full disk costs the picture of a minute."""
+        try:
+            keep_bytes(self._path, self.history.dump())
+        except OSError as error:
+            log.warning(f"{self._path}: {error}; the curves are not kept")

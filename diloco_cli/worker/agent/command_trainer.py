@@ -1,0 +1,143 @@
+"""A training program that is not ours, as a process that this agent started.
+
+It may be anything: a Python script, a shell script, a launcher of many processes. Whatever it
+prints goes into the log. Somewhere below it a process joins the region (`region/region.py`): it
+takes the trainer's lock, names itself in the handover record and listens at the FIFOs.
+
+    command ──▶ … ──▶ trainer.lock, trainer.json ──▶ linked: wake-ups both ways
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from diloco_cli.errors import SpecError
+from diloco_cli.system.process_end import LastWords, last_words
+from diloco_cli.system.wakeup import write_wakeup
+from diloco_cli.worker.agent.trainer_process import end_trainer, open_fifos, open_process
+from diloco_cli.worker.handover import HandoverRecord
+from diloco_cli.worker.mailbox import Mailbox
+
+LOOK_SECONDS = 0.2
+
+
+class CommandTrainer:
+    """The same methods as `TrainerProcess`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        mailbox: Mailbox,
+        record: HandoverRecord,
+        log: Path,
+        *,
+        environment: Mapping[str, str],
+        on_output: Callable[[bytes], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._mailbox, self._record, self._log = mailbox, record, log
+        with open(log, "ab") as output:
+            self._log_start = output.tell()
+            try:
+                # In a group of its own, so that all it starts can be ended with it.
+                self._child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **environment},
+                    process_group=0,
+                )
+            except OSError as error:
+                raise SpecError(
+                    f"The trainer's command {list(command)} cannot be started: {error.strerror}: "
+                    f"{command[0]!r}.",
+                    hint="Correct regions[].trainer.command; it runs where the worker was started, "
+                    f"in {Path.cwd()}.",
+                ) from None
+        self._process = open_process(self._child.pid)
+        self._fifos: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+        self._on_output, self._on_end = on_output, on_end
+        self._thread = threading.Thread(target=self._listen, name="trainer", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def code(self) -> int | None:
+        """How it ended, negative for a signal; None while it runs."""
+        return self._child.poll()
+
+    def wake(self) -> None:
+        with self._lock:
+            if self._fifos:
+                write_wakeup(self._fifos[0], "mail")
+
+    def stop(self) -> None:
+        """Asks whoever has joined to checkpoint and leave; a launcher then ends by itself."""
+        if self._child.poll() is None:
+            if self._mailbox.trainer_lock_holder() is not None:
+                end_trainer(self._mailbox, signal.SIGTERM)
+            else:
+                self._child.terminate()
+
+    def kill(self) -> None:
+        """Ends it and all it has started; may be called from a signal handler."""
+        with contextlib.suppress(OSError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+
+    def wait(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def last_words(self) -> LastWords:
+        return last_words(self._log, since=self._log_start)
+
+    def _listen(self) -> None:
+        while self._child.poll() is None:
+            if self._fifos is None:
+                with self._lock:
+                    self._fifos = self._link()
+            heard = [self._fifos[1]] if self._fifos else []
+            ends = [] if self._process is None else [self._process]
+            ready, _, _ = select.select([*heard, *ends], [], [], LOOK_SECONDS)
+            if self._fifos and self._fifos[1] in ready:
+                self._hear(self._fifos[1])
+        self._child.wait()
+        self.kill()  # Workers of a launcher that died would go on for no one.
+        end_trainer(self._mailbox)
+        self._unlink()
+        if self._process is not None:
+            os.close(self._process)
+        self._on_end()
+
+    def _hear(self, handle: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if words := os.read(handle, 4096):
+                self._on_output(words)
+            else:  # It has left the region and may join again.
+                self._unlink()
+                threading.Event().wait(LOOK_SECONDS)
+
+    def _link(self) -> tuple[int, int] | None:
+        """The way to whoever has joined and back; None while nobody has."""
+        pid = self._mailbox.trainer_lock_holder()
+        if pid is None or not self._record.names(self._mailbox, pid):
+            return None
+        return open_fifos(self._mailbox)
+
+    def _unlink(self) -> None:
+        with self._lock:
+            fifos, self._fifos = self._fifos, None
+        for handle in fifos or ():
+            os.close(handle)

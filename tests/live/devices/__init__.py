@@ -1,0 +1,1 @@
+"""Regions of many devices and of several hosts, in real runs."""

@@ -1,0 +1,131 @@
+"""The page is whole without a network, shows what the status says and runs no stranger's text."""
+
+import base64
+import hashlib
+import re
+from html.parser import HTMLParser
+
+from diloco_cli.observe.history import History
+from diloco_cli.observe.page import POLICY, page
+from tests.observe.documents import make_status
+
+STATUS = make_status(
+    state="training",
+    outer_steps=12,
+    tokens={"applied": 400, "pending": 50},
+    loss={"heldout": 2.75},
+    wire={"bits_per_parameter_up": 3.154},
+    regions=[
+        {"name": "left", "alive": True, "training": True, "contributing": True, "share": 0.75},
+        {"name": "right", "alive": False, "why": "<script>alert(1)</script>"},
+    ],
+)
+
+VOID = {"meta", "br"}
+
+
+class Outline(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.scripts, self.outside, self.text = [], 0, [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.scripts += tag == "script"
+        self.outside += [v for k, v in attrs if k in ("src", "href") and "//" in (v or "")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def outline(status):
+    parser = Outline()
+    parser.feed(page(status))
+    assert parser.open == []
+    return parser
+
+
+def test_the_page_shows_the_figures_of_the_status():
+    text = " ".join(outline(STATUS).text)
+    for fact in ("quickstart: training", "400 of 1000 tokens", "2.750", "3.15", "75%", "away"):
+        assert fact in text
+
+
+def test_text_from_regions_is_escaped_and_nothing_comes_from_outside():
+    parsed = outline(STATUS)
+    assert parsed.scripts == 1 and parsed.outside == []
+    assert "<script>alert" not in page(STATUS)
+
+
+def test_a_run_no_region_has_joined_yet_has_a_page_too():
+    waiting = make_status(regions=[{"name": "left", "why": "not joined yet"}])
+    assert "away not joined yet" in " ".join("".join(outline(waiting).text).split())
+
+
+def with_curves(rounds=12):
+    history = History(2)
+    for second in range(60):
+        tokens, step = 10 * second, second // 5
+        history.sample(
+            second,
+            make_status(
+                state="training",
+                tokens={"applied": tokens},
+                loss={"heldout": 5.0 / (1 + step), "heldout_at": step},
+                regions=[{"name": "left", "alive": True, "loss": 3.0, "tokens_per_second": 9.0}],
+            ),
+        )
+    for number in range(rounds):
+        at, fragment, version = 3.0 * number, number % 2, number // 2
+        about = {"fragment": fragment, "version": version}
+        history.note("called", about, at, at)
+        history.note("accepted", {**about, "region": "left", "tokens": 64.0}, at + 1, at)
+        history.note("closed", {**about, "members": ["left"], "why": "all here"}, at + 2, at)
+        history.note("published", {**about, "bytes": 2_000}, at + 2.5, at)
+    history.note("joined", {"region": "left", "epoch": 1}, 0.0, 1_794_000_000.0)
+    return history
+
+
+def test_the_curves_have_the_points_that_the_history_has():
+    history = with_curves()
+    document = {"now": 60.0, **history.document()}
+    shown = page(STATUS, document, list(history.events))
+    [heldout] = re.findall(r"class='line thick' d='([^']+)'", shown)
+    assert len(re.findall("[ML]", heldout)) == len(document["evaluations"]) == 12
+    [speed, *_] = re.findall(r"class='line r0' d='([^']+)'", shown)
+    assert len(re.findall("[ML]", speed)) == 60
+    assert shown.count("class='merge'") - 1 == 9, "four turns of two fragments, and one round"
+    assert "left answers<small>64 tokens of work" in shown and "version 5 → 6" in shown
+    assert "joined" in shown and len(shown) < 150_000
+    by_time = page(STATUS, document, by_time=True)
+    assert by_time.count("aria-current=true") == 1 and "?x=time' aria-current" in by_time
+
+
+def test_the_page_stays_right_with_strange_names_and_many_regions():
+    names = ["x" * 64, "מחוז", "🦀" * 5, "<b>&'\"", *(f"region-{n}" for n in range(196))]
+    status = make_status(
+        state="training",
+        name="🦀 <i>run</i>",
+        regions=[{"name": name, "alive": True, "training": True, "step": 1} for name in names],
+    )
+    history = History(24)
+    for second in range(30):
+        history.sample(second, status)
+    parser = Outline()
+    text = page(status, {"now": 30.0, **history.document(points=300)})
+    parser.feed(text)
+    assert parser.open == [] and "<b>&'" not in text and "<i>run" not in text
+    assert all(name in "".join(parser.text) for name in names)
+
+
+def test_the_policy_allows_just_this_style_and_this_script():
+    shown = page(STATUS)
+    for tag, rule in (("style", "style-src"), ("script", "script-src")):
+        text = shown.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{rule} 'sha256-{digest}'" in POLICY
+    assert "style=" not in shown.split("</style>")[1] and " onclick" not in shown

@@ -1,0 +1,45 @@
+"""The recorder looks on: a missing file is silent, a damaged one is said, the curves go on."""
+
+import logging
+
+from diloco_cli.server.history import NAME, HistoryRecorder
+from tests.server.harness import Bench, in_a_loop
+
+
+def warnings(caplog):
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@in_a_loop
+async def test_curves_and_rounds_are_kept_and_go_on_after_a_restart(tmp_path, caplog):
+    passed_on = []
+    recorder = HistoryRecorder(tmp_path, 2, lambda kind, **fields: passed_on.append(kind))
+    assert not warnings(caplog), "a run that begins has no curves yet"
+    bench = Bench(tmp_path / "run")
+    await bench.join("paris", "tokyo")
+    await bench.round(0, "paris", "tokyo")
+    for kind, fields in bench.noted:
+        recorder.note(kind, **fields)
+    assert passed_on == [kind for kind, _ in bench.noted]
+    recorder.sample(bench.server)
+    recorder.keep()
+    [told] = recorder.history.rounds.after(0)
+    assert told["members"] == ["paris", "tokyo"] and told["published"] is not None
+
+    again = HistoryRecorder(tmp_path, 2, lambda kind, **fields: None)
+    assert again.history.document()["run"] == recorder.history.document()["run"]
+    assert not warnings(caplog)
+
+
+def test_a_damaged_file_is_said_and_costs_only_the_curves(tmp_path, caplog):
+    (tmp_path / NAME).write_bytes(b"rubbish")
+    recorder = HistoryRecorder(tmp_path, 2, lambda kind, **fields: None)
+    [said] = warnings(caplog)
+    assert "history.npz" in said and "begin anew" in said
+    assert recorder.history.document()["run"]["at"] == []
+
+
+def test_a_disk_that_takes_nothing_costs_the_picture_and_no_more(tmp_path, caplog):
+    recorder = HistoryRecorder(tmp_path / "gone", 2, lambda kind, **fields: None)
+    recorder.keep()
+    assert any("not kept" in each for each in warnings(caplog))

@@ -1,0 +1,14 @@
+"""Long verification programs, each with a short test beside it.
+
+data/        the preparation of text under kills
+dst/         a deterministic simulation of the server as it is shipped
+durability/  a real server that is killed, cut off its power and given bad disks
+foretell/    how well do simulation and plan predict what was measured?
+fuzz/        bytes that nobody means, by the million: what a peer may send is refused or means …
+load/        many clients and one server
+model/       a model of the whole protocol in which anything may die at any moment
+poison/      regions that lie
+regions/     a region on many devices: what its step needs of each, and whether it stays the …
+results/     turns records of `diloco chaos` into the tables and pictures of docs/results
+trainers/    training loops of others: killed again and again, timed, and compared with one region
+"""

@@ -1,0 +1,37 @@
+"""Two processes with two devices each compute what one device computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+
+pytestmark = pytest.mark.live
+
+
+def test_two_processes_of_two_devices_are_one_device(tmp_path):
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    mesh, form = json.dumps({"fsdp": 4}), json.dumps({})
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.worker.hosts.two_processes", str(tmp_path), mesh, form],
+        cwd=ROOT,
+        env={**os.environ, **flags},
+        capture_output=True,
+        text=True,
+    )
+    follower = tmp_path / "follower.log"
+    said = follower.read_text() if follower.exists() else ""
+    assert ended.returncode == 0, f"{ended.stderr[-3000:]}\n{said[-3000:]}"
+    found = json.loads(ended.stdout.splitlines()[-1])
+    one, two = found["one"], found["two"]
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert two["heldout"] == pytest.approx(one["heldout"], abs=1e-5)
+    assert two["restored"] == pytest.approx(one["restored"], abs=1e-5)
+    assert two["fits"] and two["place"] == one["place"] == 5
+    assert two["reads agree"] and all(two["adopted"])
+    assert two["frames"] == one["frames"] == found["expected frames"]
