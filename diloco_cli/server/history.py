@@ -32,7 +32,7 @@ class HistoryRecorder:
         """`note` is where events go on to."""
         self.history = History(fragments)
         self._path, self._note = folder / NAME, note
-        self._seconds: Callable[[], float] | None = None
+        self._coordinator: Coordinator | None = None
         try:
             self.history.load(self._path.read_bytes())
         except FileNotFoundError:
@@ -42,14 +42,16 @@ class HistoryRecorder:
 
     def note(self, kind: str, **fields: Any) -> None:
         """Takes an event of the server and passes it on."""
-        at = self._seconds() if self._seconds else 0.0
+        at = self._coordinator.state.seconds if self._coordinator else 0.0
         self.history.note(kind, fields, at, time.time())
         self._note(kind, **fields)
+        if kind == "evaluated" and self._coordinator:
+            self.sample(self._coordinator)  # The next second may bring another one.
 
     async def run(self, coordinator: Coordinator) -> None:
         """Samples until it is cancelled."""
         state = coordinator.state
-        self._seconds = lambda: state.seconds
+        self._coordinator = coordinator
         kept = state.clock()
         while True:
             self.sample(coordinator)

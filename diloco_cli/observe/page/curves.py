@@ -40,10 +40,11 @@ def evaluation_points(history: Document, *, by_time: bool = False) -> Points:
 def loss_lines(lines: list[Line], *, end: float, label: str, by_time: bool = False) -> str:
     """Losses on a log scale, in a range that the fall of the first steps does not set."""
     y = reach([value for line in lines for value in _after_the_start(line)])
+    end = max(1.0, end, *(at for line in lines for at, _ in line.points))
     return chart(
         lines,
         label=label,
-        x=Axis(0.0, max(end, 1.0)),
+        x=Axis(0.0, end),
         y=Axis(y.low, y.high, log=y.low > 0),
         x_text=seconds if by_time else amount,
         y_text=lambda value: f"{value:.2f}",
@@ -113,5 +114,6 @@ def traffic_chart(history: Document, *, label: str) -> str:
 def _over_time(
     history: Document, lines: list[Line], y: Axis, y_text: Any, label: str, *, height: int
 ) -> str:
-    x = Axis(0.0, max(history["now"], 1.0))
+    # A row stands at its middle, which may be a little ahead of now.
+    x = Axis(0.0, max(1.0, history["now"], *(at for line in lines for at, _ in line.points)))
     return chart(lines, label=label, x=x, y=y, x_text=seconds, y_text=y_text, height=height)

@@ -27,7 +27,8 @@ async function refresh() {
     link.textContent = 'The server does not answer; this is its last answer.';
     document.documentElement.classList.add('gone');
   }
-  plan(document.hidden ? HIDDEN : Math.min(HIDDEN, NOW_AND_THEN * (over ? 6 : 1)));
+  const wait = failures ? Math.min(HIDDEN, SOON * 2 ** (failures - 1)) : over ? HIDDEN : NOW_AND_THEN;
+  plan(document.hidden ? HIDDEN : wait);
 }
 
 function plan(wait) {
@@ -44,6 +45,7 @@ function listen() {
   for (const kind of ['published', 'evaluated', 'joined', 'lapsed', 'left', 'amended', 'run-finished',
     'run-stopped', 'server-started'])
     events.addEventListener(kind, soon);
+  events.addEventListener('open', soon);
   // Somebody who may not read the log still sees the page, every few seconds.
   events.addEventListener('error', () => { if (events.readyState === 2) setTimeout(listen, HIDDEN); });
 }

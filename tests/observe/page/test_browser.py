@@ -1,0 +1,108 @@
+"""The page in a real Chromium: it has the points that the API has, and it goes on by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.observe.page.browser import Watched, started
+from tests.observe.page.played_run import PlayedRun
+
+pytestmark = pytest.mark.live
+
+LIMIT = 60_000
+"""Milliseconds; what is waited for takes two seconds where nothing else runs."""
+
+POINTS = "selector => (document.querySelector(selector)?.getAttribute('d') || '').match(/[ML]/g)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with started() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def run(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedRun]:
+    with PlayedRun(tmp_path_factory.mktemp("page") / "run") as played:
+        for number in range(4):
+            played.round(number % 2, loss=5.0 / (1 + number))
+        yield played
+
+
+@pytest.fixture
+def watched(browser: Any, run: PlayedRun) -> Iterator[Watched]:
+    watched = Watched(browser, run.url)
+    yield watched
+    watched.context.close()
+
+
+def until(watched: Watched, condition: str, argument: Any = None) -> None:
+    watched.tab.wait_for_function(condition, arg=argument, timeout=LIMIT)
+
+
+def test_the_charts_have_the_points_that_the_api_has(run, watched):
+    tab = watched.tab
+    until(watched, "n => document.querySelectorAll('circle.dot.thick').length === n", 4)
+    history = tab.evaluate("fetch('/v1/history').then(answer => answer.json())")
+    assert len(history["evaluations"]) == len(tab.evaluate(POINTS, "path.thick")) == 4
+    assert len(history["regions"]) == 3
+    # The curves grow while one looks: the page shows as many rows as the API, within seconds.
+    until(
+        watched,
+        """async () => {
+            const history = await (await fetch('/v1/history')).json();
+            const known = history.regions.paris.tokens_per_second.filter(v => v !== null).length;
+            const drawn = [...document.querySelectorAll('path.r1')].map(
+                path => path.getAttribute('d').match(/[ML]/g).length);
+            return known > 1 && drawn.includes(known);
+        }""",
+    )
+    assert watched.errors == [] and watched.outside == []
+
+
+def test_what_happens_is_on_the_page_without_a_reload(run, watched):
+    watched.tab.evaluate("window.loadedOnce = true")
+    assert "1.111" not in watched.tab.content()
+    began = time.monotonic()
+    run.round(0, loss=1.111)
+    until(watched, "() => document.getElementById('live').innerText.includes('1.111')")
+    print(f"on the page {time.monotonic() - began:.1f} s after the round was begun")
+    assert watched.tab.evaluate("window.loadedOnce") is True
+    assert watched.errors == [] and watched.outside == []
+
+
+def test_the_page_outlives_the_server_and_goes_on_with_the_next(run, watched):
+    watched.tab.evaluate("window.loadedOnce = true")
+    run.kill()
+    until(watched, "() => document.documentElement.classList.contains('gone')")
+    assert "does not answer" in watched.tab.inner_text("#link")
+    run.start()
+    run.round(1, loss=1.075)
+    until(watched, "() => document.getElementById('live').innerText.includes('1.075')")
+    assert not watched.tab.inner_text("#link")
+    assert watched.tab.evaluate("window.loadedOnce") is True
+    refused = [error for error in watched.errors if "ERR_CONNECTION_REFUSED" not in error]
+    assert all("ERR_" in error for error in refused), refused
+    assert watched.outside == []
+
+
+@pytest.mark.parametrize("width", [1440, 800, 390])
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_people_who_see_or_point_differently_can_read_it(browser, run, width, colours):
+    size = {"width": width, "height": 900}
+    watched = Watched(browser, run.url, viewport=size, color_scheme=colours)
+    assert watched.unfit() == [] and watched.overflow() <= 0
+    assert watched.errors == [] and watched.outside == []
+    watched.context.close()
+
+
+def test_the_page_reads_without_its_script(browser, run):
+    plain = Watched(browser, run.url, java_script_enabled=False)
+    text = plain.tab.inner_text("main")
+    for words in ("1M tokens", "Held-out loss", "Rounds", "tokyo", "Traffic", "Events"):
+        assert words in text or words.replace("1M", "1.00M") in text
+    plain.context.close()
