@@ -6,12 +6,16 @@ Server, chaos report and benchmarks all compute them here; everything is a pure 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from diloco_cli.observe.status import Goodputs, RegionStatus, Status, TextStatus
+from diloco_cli.observe.status import Goodputs, HostStatus, RegionStatus, Status, TextStatus
 from diloco_cli.observe.units import amount, bytes_, percent
+
+SLOW_HOST = 1.3
+"""Times the usual time from which on a host of a region is called slow."""
 
 
 def bits_per_parameter(bytes_moved: float, parameters_moved: float) -> float | None:
@@ -171,7 +175,37 @@ def standing_in_words(status: Status) -> str:
 def warnings(status: Status) -> list[str]:
     """Names what a glance at the figures would miss, one sentence each."""
     trouble = [status.trouble] * bool(status.trouble)
-    return trouble + _loneliness(status) + _overclaims(status) + _other_texts(status)
+    return (
+        trouble
+        + _loneliness(status)
+        + _overclaims(status)
+        + _other_texts(status)
+        + _slow_hosts(status)
+    )
+
+
+def _slow_hosts(status: Status) -> list[str]:
+    """Hosts that the others of their region wait for in every step."""
+    return [
+        f"host {slow.host} of {region.name} holds its region up: it takes {times:.1f} times as "
+        f"long as the others for the same work (a step takes {slow.step_seconds:.3g} s, and "
+        f"{slow.step_seconds / times:.3g} s without it)"
+        for region in status.regions
+        if region.alive and (found := slowest_host(region.hosts))
+        for slow, times in [found]
+    ]
+
+
+def slowest_host(hosts: Sequence[HostStatus]) -> tuple[HostStatus, float] | None:
+    """The host that the others wait for, and how many times their time it takes; None if all
+    are about equally fast."""
+    ranked = sorted(hosts, key=lambda host: host.work_seconds)
+    if len(ranked) < 2:
+        return None
+    *others, slow = ranked
+    usual = statistics.median_high(host.work_seconds for host in others)
+    times = slow.work_seconds / usual if usual else 1.0
+    return (slow, times) if times >= SLOW_HOST else None
 
 
 def _other_texts(status: Status) -> list[str]:
@@ -225,7 +259,9 @@ def per_device(region: RegionStatus) -> str:
     if not (known and region.alive and region.devices):
         return ""
     speed = region.tokens_per_second
+    several = [f"{len(region.hosts)} hosts"] * (len(region.hosts) > 1)
     facts = [
+        *several,
         f"{region.devices} device{'s' * (region.devices > 1)}",
         f"{amount(None if speed is None else speed / region.devices)} tok/s each",
         f"{'–' if region.tflops is None else f'{region.tflops:.3g}'} TFLOP/s each",

@@ -128,6 +128,16 @@ class FragmentStatus(StatusDocument):
     why: str
 
 
+class HostStatus(StatusDocument):
+    """One host of a region that has several."""
+
+    host: int
+    work_seconds: float
+    """What it takes for the work that all hosts are timed by, without the others."""
+    step_seconds: float
+    """What an inner step would take if every host were like this one."""
+
+
 class RegionStatus(StatusDocument):
     """One region; alive, training and contributing are three different things."""
 
@@ -180,6 +190,8 @@ class RegionStatus(StatusDocument):
     """Share of what such a device can do at best; None of a kind that is not known."""
     device_memory: int | None = None
     """Bytes in use on the fullest of them."""
+    hosts: tuple[HostStatus, ...] = ()
+    """How fast each of its hosts is by itself; empty where there is one."""
 
     silent_seconds: float | None = None
     """Since its last heartbeat."""

@@ -21,6 +21,7 @@ from diloco_cli.observe.status import (
     FragmentSummary,
     FragmentTokens,
     Goodputs,
+    HostStatus,
     LossStatus,
     RegionStatus,
     RegionSummary,
@@ -34,7 +35,7 @@ from diloco_cli.observe.status import (
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.server.rounds.leases import Lease
 from diloco_cli.server.rounds.membership import in_words
-from diloco_cli.wire.messages import Amendment
+from diloco_cli.wire.messages import Amendment, Heartbeat
 
 MOST_RETIRED_SHOWN = 64
 """Retired regions that a status document shows, the last ones."""
@@ -321,7 +322,19 @@ def _region(coordinator: Coordinator, name: str, allowance: Allowance) -> Region
         tflops=heartbeat.tflops if heartbeat and alive else None,
         mfu=heartbeat.mfu if heartbeat and alive else None,
         device_memory=heartbeat.device_memory if heartbeat and alive else None,
+        hosts=_hosts(heartbeat) if heartbeat and alive else (),
         silent_seconds=round(max(0.0, state.clock() - lease.seen), 1) if lease else None,
+    )
+
+
+def _hosts(heartbeat: Heartbeat) -> tuple[HostStatus, ...]:
+    return tuple(
+        HostStatus(
+            host=each.host,
+            work_seconds=round(each.work_seconds, 6),
+            step_seconds=round(each.step_seconds, 6),
+        )
+        for each in heartbeat.hosts
     )
 
 

@@ -37,6 +37,7 @@ PARTS_HEADER = "diloco-parts"
 """On a PUT without a body: the digest of the frame whose parts the server has."""
 
 MOST_JSON_BYTES = 1 << 20
+MOST_HOSTS = 4096
 LONG_POLL_SECONDS = 20.0
 """A waiting GET is answered with 204 after this long, so that proxies keep the line open."""
 
@@ -331,6 +332,16 @@ class Holding(Request):
     digest: VectorDigest
 
 
+class HostTimes(Request):
+    """One host of a region that has several."""
+
+    host: Count
+    work_seconds: Seconds
+    """What it takes for the work that all hosts are timed by, without the others."""
+    step_seconds: Seconds
+    """What an inner step would take if every host were like this one."""
+
+
 class HeldOut(Request):
     versions: tuple[Version, ...]
     loss: Number
@@ -360,6 +371,8 @@ class TrainerProgress(Request):
     device_memory: Count | None = None
     """Bytes in use on the fullest device; none where devices do not say."""
     step_seconds: Seconds = 0.0
+    hosts: Annotated[tuple[HostTimes, ...], Field(max_length=MOST_HOSTS)] = ()
+    """Of a region that has several: how fast each is by itself."""
     worked: Seconds = 0.0
     """In inner steps, since the region began."""
     blocked: Seconds = 0.0

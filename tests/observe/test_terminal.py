@@ -139,6 +139,22 @@ def test_what_each_device_gives_is_said_where_it_is_known(width):
     assert "TFLOP" not in drawn(status_view(changed(regions=[laptop])), width)
 
 
+@pytest.mark.parametrize("width", [60, 120])
+def test_a_host_that_holds_its_region_up_is_named(width):
+    times = {0: 0.010, 1: 0.011, 2: 0.023}
+    hosts = [
+        {"host": host, "work_seconds": seconds, "step_seconds": 2.0 * seconds / 0.023}
+        for host, seconds in times.items()
+    ]
+    cluster = {**REGIONS[0], "devices": 24, "hosts": hosts}
+    words = " ".join(drawn(status_view(changed(regions=[cluster])), width).split())
+    assert "3 hosts, 24 devices" in words
+    assert "host 2 of left holds its region up: it takes 2.1 times as long as the others" in words
+    assert "(a step takes 2 s, and 0.957 s without it)" in words
+    even = {**cluster, "hosts": hosts[:2]}
+    assert "holds its region up" not in drawn(status_view(changed(regions=[even])), width)
+
+
 def test_text_from_a_region_is_never_read_as_markup():
     evil = {**REGIONS[0], "name": "[red]x[/red]", "why": "[bold]"}
     assert "[red]x[/red]" in drawn(status_view(changed(regions=[evil])))

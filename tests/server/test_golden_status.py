@@ -60,6 +60,7 @@ async def documents(folder: Path) -> dict[str, str]:
     await bench.call(1, "iowa", "paris")
     await bench.send("iowa", 1)
     devices = {"devices": 8, "tflops": 395.5, "mfu": 0.4, "device_memory": 61_000_000_000}
+    devices["hosts"] = [{"host": 1, "work_seconds": 0.02, "step_seconds": 0.5}]
     await bench.beat(
         "iowa", 3.0, worked=20.0, loss=4.5, tokens_per_second=640.0, pace=650.0, **devices
     )

@@ -106,6 +106,7 @@ def test_a_heartbeat_is_what_it_says():
         ("mfu", -0.1, "at least 0"),
         ("device_memory", 1.5, "whole number"),
         ("step_seconds", 1e12, "at most"),
+        ("hosts", [{"host": 0, "work_seconds": -1.0, "step_seconds": 1.0}], r"hosts\.0\.work"),
         ("restarts", True, "whole number"),
         ("why", "x" * 1001, "why"),
         ("heldout", {"versions": [1, 1], "loss": float("nan")}, "finite"),

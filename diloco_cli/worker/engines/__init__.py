@@ -12,6 +12,7 @@ with protocol.py.
     exchange.py      how vectors meet the weights without holding up the training
     orbax_folder.py  sharded checkpoints, written beside the training
     many_hosts.py    one engine that leads, others that follow, where a region has several hosts
+    host_speed.py    how fast one host of several is, by itself
     device_codec.py  quantising on the device, so that packed codes cross to the host, not floats
 
 Apart from models/*_flax.py, only this folder imports a framework.

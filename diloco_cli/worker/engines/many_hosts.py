@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from diloco_cli.core.fragments import Fragment, Layout
 from diloco_cli.core.unmerged_work import DROP, Mix
 from diloco_cli.system.failpoints import reach
 from diloco_cli.worker.engines.exchange import DeviceExchange
+from diloco_cli.worker.engines.host_speed import EVERY_SECONDS, SAMPLES, HostTimer
 from diloco_cli.worker.engines.jax_engine import JaxEngine, JaxStep
 from diloco_cli.worker.engines.placement import Share, put_together
 from diloco_cli.worker.engines.protocol import (
@@ -189,6 +191,9 @@ class LeadEngine(JaxEngine):
         connect_groups(compiled.placement.mesh)
         self._orders, self._numbers = orders, itertools.count()
         self._spread = DeviceExchange(compiled.placement)
+        self._speed = HostTimer(list(compiled.placement.mesh.devices.flat))
+        self._steps = self._rounds = self._looks = 0
+        self._looked = 0.0
 
     def begin(self, params: Arrays | None, optimizer: Arrays | None, *, restore: bool) -> None:
         with self._orders.order("begin", restore=restore):
@@ -203,7 +208,23 @@ class LeadEngine(JaxEngine):
         with self._orders.order("step", shape=tokens.shape):
             rows = self._placement.place_batch(tokens)
         reach("order.sent")
-        return super().step(rows)
+        loss = super().step(rows)
+        self._steps += 1
+        # The first step compiles; after it, a few looks in a row say how fast each host is.
+        due = self._looks < SAMPLES or time.monotonic() >= self._looked + EVERY_SECONDS
+        if self._steps > 1 and due:
+            loss.block_until_ready()
+            self._compare_hosts()
+        return loss
+
+    def _compare_hosts(self) -> None:
+        self._rounds = self._rounds or self._speed.choose_rounds()
+        with self._orders.order("compare", rounds=self._rounds):
+            pass
+        seconds = self._speed.measure(self._rounds)
+        if seconds is not None:
+            self._orders.note_speed(jax.process_index(), seconds)
+        self._looks, self._looked = self._looks + 1, time.monotonic()
 
     def read(self, fragment: Fragment) -> np.ndarray:
         with self._orders.order("read", fragment=fragment.number):
@@ -293,9 +314,14 @@ def _array(vector: Any) -> jax.Array:
 class FollowerEngine:
     """The engine of a process that obeys; it holds its hosts' shares and knows no books."""
 
-    def __init__(self, compiled: JaxStep, layout: Layout) -> None:
+    def __init__(
+        self, compiled: JaxStep, layout: Layout, tell_speed: Callable[[float], None]
+    ) -> None:
+        """`tell_speed` hears what this host takes for the work that hosts are timed by."""
         assert compiled.placement.mesh is not None
         connect_groups(compiled.placement.mesh)
+        self._speed = HostTimer(list(compiled.placement.mesh.devices.flat))
+        self._tell_speed = tell_speed
         self._engine, self._compiled = JaxEngine(compiled), compiled
         self._placement, self._fragments = compiled.placement, layout.fragments
         self._spread = DeviceExchange(compiled.placement)
@@ -323,6 +349,13 @@ class FollowerEngine:
         if self._loss is not None:
             self._loss.block_until_ready()  # One step ahead of the devices, as the lead is.
         self._loss = self._engine.step(rows)
+
+    def _compare(self, _: Any, *, rounds: int) -> None:
+        if self._loss is not None:
+            self._loss.block_until_ready()
+        seconds = self._speed.measure(rounds)
+        if seconds is not None:
+            self._tell_speed(seconds)
 
     def _read(self, _: Any, *, fragment: int) -> None:
         self._spread.read(self._engine.params, self._fragments[fragment])

@@ -176,6 +176,14 @@ class Orders(Protocol):
         """Followers need not keep this vector any longer; may be called at any time."""
         ...
 
+    def note_speed(self, host: int, seconds: float) -> None:
+        """Remembers what a host took, last, for the work that all hosts are timed by."""
+        ...
+
+    def speeds(self) -> Mapping[int, float]:
+        """These seconds, by host; empty until all hosts have been timed."""
+        ...
+
 
 class CompiledStep(Protocol):
     """An inner step, compiled on first use; several engines may share it."""

@@ -110,7 +110,10 @@ class _Follower:
             separator=separator,
             transfer=ReceivedValues(self._values),
         )
-        self._engine = FollowerEngine(step, cut(model.tensors(), spec.sync.fragments))
+        layout = cut(model.tensors(), spec.sync.fragments)
+        self._engine = FollowerEngine(
+            step, layout, lambda seconds: self._connection.send({"speed": seconds})
+        )
         gc.freeze()
 
     def _values(self) -> memoryview:

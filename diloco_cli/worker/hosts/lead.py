@@ -59,8 +59,7 @@ class Lead:
         self._forgotten: deque[int] = deque()
         self._ending = False
         self._joined = False
-        self.reports: dict[int, dict[str, Any]] = {}
-        """What each follower said last of itself."""
+        self._speeds: dict[int, float] = {}
         self._listener = HostListener(terms.place, secret, self._answer, wait=LAST_MOMENT + 10)
 
     # Who is there
@@ -137,8 +136,8 @@ class Lead:
                 if "died" in message:
                     self._reasons[host] = message
                     self._is_gone(host)
-                elif "report" in message:
-                    self.reports[host] = message["report"]
+                elif "speed" in message:
+                    self.note_speed(host, float(message["speed"]))
         except ConnectionClosed:
             pass
         if hello.role == "supervisor" and not self._joined and host not in self._followers:
@@ -184,6 +183,13 @@ class Lead:
 
     def forget(self, number: int) -> None:
         self._forgotten.append(number)
+
+    def note_speed(self, host: int, seconds: float) -> None:
+        self._speeds[host] = seconds
+
+    def speeds(self) -> dict[int, float]:
+        known = self._speeds.copy()
+        return known if len(known) == self.terms.place.hosts else {}
 
     def _send(self, connection: HostConnection, message: dict[str, Any], values: Any = b"") -> None:
         try:

@@ -11,7 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco_cli.observe.events import EventLog
-from diloco_cli.wire.messages import FragmentProgress, HeldOut, TextCursor, TrainerProgress
+from diloco_cli.wire.messages import (
+    FragmentProgress,
+    HeldOut,
+    HostTimes,
+    TextCursor,
+    TrainerProgress,
+)
 from diloco_cli.worker.mailbox import Mailbox
 from diloco_cli.worker.trainer.task import RegionTask
 from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
@@ -82,6 +88,7 @@ class ProgressReport:
             mfu=cost.mfu(steps) if cost else None,
             device_memory=weights.engine.memory(),
             step_seconds=averages.step_seconds,
+            hosts=self._hosts(),
             worked=round(self._worked + averages.worked, 3),
             blocked=round(self._blocked + averages.blocked, 3),
             lost=self._lost + self.newly_lost,
@@ -95,6 +102,15 @@ class ProgressReport:
             self.mailbox.write_progress(progress)
         self._step = weights.clock
         self.tell("progress")
+
+    def _hosts(self) -> tuple[HostTimes, ...]:
+        """How fast each host is: a step takes as long as the slowest of them needs."""
+        speeds = self.task.orders.speeds() if self.task.orders else {}
+        slowest, step = max(speeds.values(), default=0.0), self.averages.step_seconds
+        return tuple(
+            HostTimes(host=host, work_seconds=seconds, step_seconds=step * seconds / slowest)
+            for host, seconds in sorted(speeds.items())
+        )
 
     def began(self, weights: WeightsAndBooks, startup: StartupTimes, *, resumed: bool) -> None:
         """Notes the first step of this process and what it took to get there."""

@@ -60,6 +60,12 @@ class TwoHosts:
         return (self.run.folder / "regions" / "right" / "generation").read_text()
 
 
+def hosts_in_status(run: Live) -> list[int]:
+    (right,) = [region for region in run.status().regions if region.name == "right"]
+    assert all(host.work_seconds > 0 and host.step_seconds > 0 for host in right.hosts)
+    return [host.host for host in right.hosts]
+
+
 def test_whoever_dies_the_region_goes_on_and_the_books_are_exact(live, monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     right = {"name": "right", "mesh": {"fsdp": 4}, "hosts": 2, "speed": 0.3}
@@ -80,6 +86,7 @@ def test_whoever_dies_the_region_goes_on_and_the_books_are_exact(live, monkeypat
         return stepped
 
     run.wait_for(goes_on(0.0), server, left)
+    run.wait_for(lambda: hosts_in_status(run) == [0, 1], server, left)
     for strike, ends in (
         (hosts.kill_follower, True),
         (hosts.kill_agent, False),

@@ -34,4 +34,5 @@ def test_two_processes_of_two_devices_are_one_device(tmp_path):
     assert two["restored"] == pytest.approx(one["restored"], abs=1e-5)
     assert two["fits"] and two["place"] == one["place"] == 5
     assert two["reads agree"] and all(two["adopted"])
+    assert found["speeds"].keys() == {"0", "1"} and all(found["speeds"].values())
     assert two["frames"] == one["frames"] == found["expected frames"]

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -127,6 +128,14 @@ def account(step: Any) -> dict[str, Any]:
     return found
 
 
+def speeds(orders: Lead) -> dict[int, float]:
+    """What each host took for the same work; the follower tells us beside its other work."""
+    deadline = time.monotonic() + 60.0
+    while not orders.speeds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return orders.speeds()
+
+
 def lead(folder: Path, mesh: dict[str, int], form: dict[str, Any]) -> None:
     use_compile_cache()
     spec = spec_of(mesh, form)
@@ -153,6 +162,7 @@ def lead(folder: Path, mesh: dict[str, int], form: dict[str, Any]) -> None:
                 "one": account(one),
                 "two": account(LeadStep(step, orders, announced)),
                 "expected frames": expected_frames(),
+                "speeds": speeds(orders),
             }
         ),
         flush=True,
