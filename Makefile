@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: install demo check test lint model dst killloop amendments powercut load poison lies chaos fuzz schema rehearse bench quality scavenging hundred-million docs clean
+.PHONY: install demo check test lint model dst killloop amendments powercut load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -74,6 +74,10 @@ poison: .venv/.stamp-test        ## one region of eight lies, in every way we kn
 
 lies: .venv/.stamp-test          ## a hundred thousand frames whose headers say anything
 	$(BIN)/python -m tests.verify.poison.lying_frames
+
+harness: .venv/.stamp-test       ## lm-eval on an exported model, offline
+	@$(PIP) -e '.[test,lm-eval]'
+	$(BIN)/python -m pytest -q tests/cli/test_harness.py
 
 trainers: .venv/.stamp-test      ## loops of others: 20 SIGKILLs, the cost of the API, digits in four regions and in one
 	$(BIN)/python -m tests.verify.trainers.kills --kills 20

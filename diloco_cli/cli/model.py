@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from diloco_cli.cli.spec import Format, OutputFormat
 from diloco_cli.run.find_credential import CertsOption
+
+if TYPE_CHECKING:
+    from diloco_cli.run.model.find import TrainedModel
 
 ModelArgument = Annotated[
     str | None,
@@ -159,22 +162,45 @@ def evaluate(
     batches: Annotated[
         int, typer.Option("--batches", metavar="N", min=1, help="Of a dataset's held-out text.")
     ] = 8,
+    harness: Annotated[
+        str | None,
+        typer.Option(
+            "--harness",
+            metavar="TASK,TASK",
+            help="Tasks of lm-eval instead, such as hellaswag,arc_easy.",
+            show_default=False,
+        ),
+    ] = None,
+    include: Annotated[
+        Path | None,
+        typer.Option(
+            "--include",
+            metavar="FOLDER",
+            help="Has task files of your own, for --harness.",
+            show_default=False,
+        ),
+    ] = None,
     version: VersionOption = None,
     ema: EmaOption = False,
     certs: CertsOption = None,
     format: OutputFormat = Format.text,
 ) -> None:
-    """Measure a model's loss on text.
+    """Measure a model's loss on text, or its scores on known tasks.
 
-    In nats a token, and as perplexity. Models with other tokenizers are not comparable by it.
+    The loss in nats a token, and as perplexity. Models with other tokenizers are not comparable by
+    it. `--harness` exports the model and gives it to lm-eval, which is an extra to install.
     """
     import math
 
     from diloco_cli.run.model import measure
     from diloco_cli.run.model.find import find_model
 
+    _refuse_both(data, harness, include)
     choices = [each for each in data or [] if each.lstrip().startswith("{")]
     trained = find_model(target, version=version, ema=ema, certs=certs)
+    if harness is not None:
+        _run_harness(trained, harness, include, format)
+        return
     if not data:
         found = measure.measure_heldout(trained)
     elif choices:
@@ -195,6 +221,38 @@ def evaluate(
         f"{found.loss:.4f} nats a token, perplexity {math.exp(found.loss):.4g}, over "
         f"{found.tokens:,} tokens of {found.of}"
     )
+
+
+def _refuse_both(data: list[str] | None, harness: str | None, include: Path | None) -> None:
+    from diloco_cli.errors import SpecError
+
+    if data and harness is not None:
+        raise SpecError(
+            "--data and --harness do not go together.", hint="Measure one after the other."
+        )
+    if include is not None and harness is None:
+        raise SpecError("--include is for --harness.", hint="Name the tasks with --harness.")
+
+
+def _run_harness(trained: TrainedModel, harness: str, include: Path | None, format: Format) -> None:
+    from diloco_cli.run.model.harness import run_tasks
+
+    tasks = [each for name in harness.split(",") if (each := name.strip())]
+    found = run_tasks(trained, tasks, include)
+    if format is Format.json:
+        typer.echo(json.dumps({"model": trained.name, "tasks": found}))
+        return
+    for task, metrics in found.items():
+        for name, value in metrics.items():
+            if "_stderr" not in name:
+                error = metrics.get(_stderr_of(name))
+                typer.echo(f"{task}  {name} {value:.4f}" + (f" ± {error:.4f}" if error else ""))
+
+
+def _stderr_of(metric: str) -> str:
+    """`acc` → `acc_stderr`, `acc,strict` → `acc_stderr,strict`."""
+    name, comma, filtered = metric.partition(",")
+    return f"{name}_stderr{comma}{filtered}"
 
 
 def _choice(data: list[str]) -> dict[str, object]:

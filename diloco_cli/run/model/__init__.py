@@ -5,6 +5,7 @@
     export.py     a folder as the Hugging Face Hub has it
     card.py       its README: run, data, tokens, losses
     measure.py    the loss on held-out text, or on files
+    harness.py    the tasks of lm-eval
 
 Start with find.py.
 """
