@@ -156,15 +156,21 @@ class RoundRecord:
     called: Seconds
     answered: dict[str, Seconds] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of each answer."""
+    asked: list[str] = field(default_factory=list)
+    """Regions that were there when it was called."""
     closed: Seconds | None = None
     why: str = ""
     members: list[str] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    """Of the members, in their order."""
     published: Seconds | None = None
     bytes: int = 0
     adopted: dict[str, Seconds] = field(default_factory=dict)
 
-    def take(self, region: str, at: Seconds, tokens: float) -> None:
-        self.answered[region], self.tokens[region] = at, tokens
+    def take(self, region: str, at: Seconds, tokens: float, size: int) -> None:
+        self.answered[region], self.tokens[region], self.sizes[region] = at, tokens, size
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -177,7 +183,9 @@ class Rounds:
         self.most = max(LEAST_ROUNDS, ROUND_TURNS * fragments)
         self.all: list[RoundRecord] = []
         self._open: dict[int, RoundRecord] = {}
-        self._early: dict[int, dict[str, tuple[Seconds, float]]] = {}
+        self.present: list[str] = []
+        """Regions that are there, by the newest sample."""
+        self._early: dict[int, dict[str, tuple[Seconds, float, int]]] = {}
         """Contributions that wait for their fragment to be called, by fragment and region."""
         self._number = 0
         self._versions: dict[str, list[int]] = {}
@@ -188,8 +196,9 @@ class Rounds:
         if kind == "called":
             self._call(fragment, fields["version"], at)
         elif kind == "accepted":
-            arrival = (at, float(fields.get("tokens", 0.0)))
-            if record := self._open.get(fragment):
+            arrival = (at, float(fields.get("tokens", 0.0)), int(fields.get("bytes", 0)))
+            record = self._open.get(fragment)
+            if record and record.closed is None:
                 record.take(fields["region"], *arrival)
             else:
                 self._early.setdefault(fragment, {})[fields["region"]] = arrival
@@ -197,6 +206,7 @@ class Rounds:
             if kind == "closed":
                 record.closed, record.why = at, fields.get("why", "")
                 record.members = list(fields["members"])
+                record.weights = [float(weight) for weight in fields.get("weights", ())]
             else:
                 record.published, record.bytes = at, fields.get("bytes", 0)
                 del self._open[fragment]
@@ -204,6 +214,7 @@ class Rounds:
     def _call(self, fragment: int, version: int, at: Seconds) -> None:
         self._number += 1
         record = self._open[fragment] = RoundRecord(self._number, fragment, version, at)
+        record.asked = list(self.present)
         for region, arrival in self._early.pop(fragment, {}).items():
             record.take(region, *arrival)
         self.all.append(record)
@@ -265,6 +276,7 @@ class History:
                 "bytes_down": wire.bytes_down,
             },
         )
+        self.rounds.present = [region.name for region in status.regions if region.alive]
         for region in status.regions:
             self._sample_region(at, region)
         self._evaluated(at, status)

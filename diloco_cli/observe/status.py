@@ -193,6 +193,10 @@ class RegionStatus(StatusDocument):
     hosts: tuple[HostStatus, ...] = ()
     """How fast each of its hosts is by itself; empty where there is one."""
 
+    link_up: float | None = None
+    """Bytes per second at which its uploads were measured."""
+    link_down: float | None = None
+
     silent_seconds: float | None = None
     """Since its last heartbeat."""
 
@@ -257,6 +261,10 @@ class Status(StatusDocument):
     amendments: tuple[Amendment, ...] = ()
     """The newest ones, with who made them and when."""
 
+    parameters: int | None = None
+    """Of the whole model."""
+    quorum: int | None = None
+    """Regions that a round needs."""
     texts: tuple[TextStatus, ...] = ()
     """What members read, each text once."""
     start: StartStatus | None = None

@@ -78,6 +78,8 @@ def build_status(coordinator: Coordinator, url: str) -> Status:
         regions=tuple(_region(coordinator, name, allowance) for name in _shown(coordinator)),
         terms=ledger.terms,
         amendments=tuple(map(amendment_of, ledger.amendments[-MOST_AMENDMENTS:])),
+        parameters=sum(state.settings.sizes),
+        quorum=state.sync.quorum,
         texts=_texts(ledger),
         **_start(coordinator),
     )
@@ -323,6 +325,8 @@ def _region(coordinator: Coordinator, name: str, allowance: Allowance) -> Region
         mfu=heartbeat.mfu if heartbeat and alive else None,
         device_memory=heartbeat.device_memory if heartbeat and alive else None,
         hosts=_hosts(heartbeat) if heartbeat and alive else (),
+        link_up=heartbeat.link_up if heartbeat and alive else None,
+        link_down=heartbeat.link_down if heartbeat and alive else None,
         silent_seconds=round(max(0.0, state.clock() - lease.seen), 1) if lease else None,
     )
 

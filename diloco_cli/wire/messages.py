@@ -416,6 +416,9 @@ class Heartbeat(TrainerProgress):
     """What the region's agent has of each fragment; none of what it does not have yet."""
     mended: Count = 0
     """Images with other bits than were published, replaced since the agent was started."""
+    link_up: Amount | None = None
+    """Bytes per second that uploads were measured at; none before the first."""
+    link_down: Amount | None = None
 
 
 def parse_heartbeat(data: bytes, *, fragments: int) -> Heartbeat:

@@ -12,6 +12,8 @@ import numpy as np
 from diloco_cli.assemble import build_amended, spelled_out
 from diloco_cli.errors import LinkError, SpecError
 from diloco_cli.net.client import FencedError, Gone
+from diloco_cli.net.options import DEFAULTS
+from diloco_cli.net.transfer.throughput import Throughput
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Frame, Header, open_frame, pack
@@ -148,6 +150,8 @@ class Connection:
 
     def __init__(self, counter: Counter, run: str) -> None:
         self.counter, self.run_id = counter, run or counter.run
+        self.up, self.down = Throughput("uploads", DEFAULTS), Throughput("downloads", DEFAULTS)
+        self.up.rate = 2e6
 
     def __enter__(self) -> Connection:
         return self

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from diloco_cli.errors import DilocoError, LinkError, RunFailed, WireError
 from diloco_cli.net.client import Client, FencedError, Gone
 from diloco_cli.net.options import DEFAULTS, ONCE, Options, Retry, Timeouts
+from diloco_cli.net.transfer.throughput import Throughput
 from diloco_cli.observe.events import EventLog
 from diloco_cli.system.failpoints import reach
 from diloco_cli.system.wakeup import Wakeup
@@ -119,6 +120,8 @@ class SyncThreads:
         self._lanes: object = None
         self._lost: dict[str, float] = {}
         self._beats = itertools.count(1)
+        self._links: dict[str, Throughput] = {}
+        """The measured links, by the thread that uses each."""
 
     def start(self) -> None:
         self.take(self.news)
@@ -231,12 +234,18 @@ class SyncThreads:
             terms=self.follows,
             images=dict(self._images.holds),
             mended=self._images.mended,
+            link_up=self._rate("upload"),
+            link_down=self._rate("download"),
             epoch=self.epoch,
             n=next(self._beats),
             until=self.news.until,
             stopping=stopping,
             retiring=self.retiring,
         )
+
+    def _rate(self, name: str) -> float | None:
+        link = self._links.get(name)
+        return None if link is None or link.rate is None else round(link.rate, 1)
 
     # The threads
 
@@ -250,6 +259,7 @@ class SyncThreads:
                 soon = Timeouts(answer=min(Timeouts.answer, self.news.lease_seconds / 3))
                 options = replace(options, timeouts=soon)
             with self._connect(options, stop=self.closed) as client:
+                self._links[name] = client.up if name == "upload" else client.down
                 self._repeat(name, act, client)
         except Exception as error:  # A silent thread would be a region that starves.
             self._give_up(RunFailed(f"Unexpected {error!r} in the {name} thread."))

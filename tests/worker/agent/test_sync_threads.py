@@ -262,6 +262,12 @@ def test_heartbeats_are_counted_and_say_how_far_the_region_may_train(courier, co
     assert numbers == list(range(1, len(numbers) + 1))
 
 
+def test_heartbeats_say_how_fast_the_link_was_measured(courier, counter):
+    courier.start()
+    counter.wait_for(lambda: any(beat.link_up == 2e6 for beat in counter.heartbeats))
+    assert counter.heartbeats[-1].link_down is None, "nothing was large enough to measure"
+
+
 def test_room_is_only_told_in_answers_to_heartbeats(courier, counter):
     """Other news, and what was overtaken, leave it as it is, or take nothing but it."""
     courier.start()
