@@ -47,6 +47,8 @@ class BudgetStanding:
     """Tokens per second; 0 before it has made a step."""
     still: bool = False
     """It has made no step for long, although it might."""
+    stuck: bool = False
+    """For so long that starting and compiling do not explain it."""
 
     @property
     def room(self) -> float:
@@ -109,7 +111,15 @@ def spoken(
     return total / sum(sizes)
 
 
-def until(region: str, standings: Standings, *, budget: float, spoken: float, every: int) -> float:
+def until(
+    region: str,
+    standings: Standings,
+    *,
+    budget: float,
+    spoken: float,
+    every: int,
+    quorum: int = 1,
+) -> float:
     """How far a region may train: its own total beyond which it makes no inner step."""
     own = standings[region]
     others = [each for name, each in standings.items() if name != region]
@@ -120,21 +130,26 @@ def until(region: str, standings: Standings, *, budget: float, spoken: float, ev
     left = budget - spoken - own.unheard - sum(each.room for each in others)
     if left <= 0:
         return own.trained
-    weights = _weights([own, *others], left=budget - spoken, every=every)
+    plenty = budget - spoken > AT_HAND * every * sum(each.step_tokens for each in (own, *others))
+    weights = _weights([own, *others], plenty=plenty, quorum=quorum)
     if not weights[0]:
-        return own.trained
+        # A stuck one may show that it is not, as long as there is enough for everybody.
+        return own.trained + (min(left, every * own.step_tokens) if plenty else 0.0)
     # Whatever is left is worth a step of somebody.
     share = max(left * weights[0] / sum(weights), own.step_tokens)
     return own.trained + min(left, share)
 
 
-def _weights(everybody: Sequence[BudgetStanding], *, left: float, every: int) -> list[float]:
+def _weights(everybody: Sequence[BudgetStanding], *, plenty: bool, quorum: int) -> list[float]:
     """By how much each region's share goes; one without a pace is as fast as the others."""
     paces = [each.pace for each in everybody if each.pace > 0]
     usual = fmean(paces) if paces else 1.0
-    plenty = left > AT_HAND * every * sum(each.step_tokens for each in everybody)
-    active = [each.pace > 0 and not each.still for each in everybody]
-    if plenty or not any(active):
+    active = [not each.stuck if plenty else each.pace > 0 and not each.still for each in everybody]
+    if not plenty and sum(active) < quorum:
+        # Those who train cannot make a round by themselves: whoever had no room yet, as after a
+        # run was opened again, has no pace because of that.
+        active = [not each.still for each in everybody]
+    if not any(active):
         active = [True] * len(everybody)
     return [
         (each.pace or usual) if counts else 0.0

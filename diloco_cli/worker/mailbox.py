@@ -76,6 +76,8 @@ class FolderOwner:
     """Shown at every join: where anybody may join, the name belongs to whoever has it."""
     region: str = ""
     """The region it spoke for when an agent was last started on it."""
+    renamed: bool = False
+    """It had another owner id once: what it holds without a checkpoint was made under that."""
 
 
 @dataclass(frozen=True, slots=True)

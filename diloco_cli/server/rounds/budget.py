@@ -15,6 +15,7 @@ from diloco_cli.core import budget
 from diloco_cli.core.budget import BudgetStanding, HeldTokens
 from diloco_cli.core.claims import Allowance
 from diloco_cli.core.journal_records import RunResumed
+from diloco_cli.server.rounds.leases import STUCK
 
 if TYPE_CHECKING:
     from diloco_cli.server.rounds.state import State
@@ -108,6 +109,7 @@ class BudgetRooms:
             budget=state.spec.budget.tokens,
             spoken=spoken,
             every=state.sync.every,
+            quorum=state.sync.quorum,
         )
         owner, told = self._told.get(region, ("", None))
         told = told if owner == state.ledger.regions[region].owner else None
@@ -133,6 +135,7 @@ class BudgetRooms:
             until=self.outstanding(state, region),
             pace=self._pace(state, region, allowance) * step_tokens,
             still=state.leases.stands_still(region, now=state.clock()),
+            stuck=state.leases.stands_still(region, now=state.clock(), times=STUCK),
         )
 
     def outstanding(self, state: State, region: str) -> float | None:

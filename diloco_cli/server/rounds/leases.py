@@ -22,6 +22,9 @@ FIRST_STEPS = 8
 STEPS_AWAITED = 4.0
 """Step times after which a region that might train counts as standing still."""
 
+STUCK = 12.0
+"""Times that, after which it is stuck: a trainer may restart and compile in between."""
+
 
 @dataclass(slots=True)
 class Lease:
@@ -32,8 +35,8 @@ class Lease:
     """Its length, as the region was last told; the run's own may have changed since."""
     heartbeat: Heartbeat | None = None
     """Its newest heartbeat since it joined; None before the first."""
-    grew_at: Seconds = 0.0
-    """When it was last heard to have trained more than before; or first heard at all."""
+    idle_since: Seconds | None = None
+    """It might train since then, and has not; None if it did, or had used up its room."""
     quickest: Seconds = math.inf
     """The shortest step time that it reported, once it was past its first steps."""
     evaluates: bool = False
@@ -107,20 +110,25 @@ class Leases:
     def take(self, region: str, heartbeat: Heartbeat, *, now: Seconds) -> None:
         """Makes a heartbeat the region's newest."""
         lease = self.all[region]
-        before = lease.heartbeat
-        if before is None or max(heartbeat.tokens.trained) != max(before.tokens.trained):
-            lease.grew_at = now
+        before, trained = lease.heartbeat, max(heartbeat.tokens.trained)
+        if before is None or trained != max(before.tokens.trained):
+            lease.idle_since = None
+        if heartbeat.until is not None and trained < heartbeat.until:
+            lease.idle_since = now if lease.idle_since is None else lease.idle_since
+        elif not self.stands_still(region, now=now):
+            # Whoever was given room and did not use it is not waiting for more.
+            lease.idle_since = None
         if heartbeat.step_seconds > 0 and heartbeat.step >= FIRST_STEPS:
             lease.quickest = min(lease.quickest, heartbeat.step_seconds)
         lease.heartbeat = heartbeat
 
-    def stands_still(self, region: str, *, now: Seconds) -> bool:
-        """Says whether a region has not trained for a lease, or for as long as steps take."""
+    def stands_still(self, region: str, *, now: Seconds, times: float = 1.0) -> bool:
+        """Says whether a region might train and has not, for a lease or as long as steps take."""
         lease = self.all.get(region)
-        if lease is None or lease.heartbeat is None:
+        if lease is None or lease.heartbeat is None or lease.idle_since is None:
             return False
         patience = max(lease.seconds, STEPS_AWAITED * lease.heartbeat.step_seconds)
-        return now - lease.grew_at > patience
+        return now - lease.idle_since > times * patience
 
     def silences(self, *, now: Seconds) -> dict[str, Seconds]:
         """How long those whose lease is over have not been heard."""

@@ -122,7 +122,8 @@ class RegionJoin:
                 joined = self.ask(partial(self._join, server), wait=wait)
             except OlderCopy as error:
                 log.info(f"{error.message}; going on under a new name")
-                self._remember(replace(self.identity, owner=secrets.token_hex(8), boot=1))
+                owner = secrets.token_hex(8)
+                self._remember(replace(self.identity, owner=owner, boot=1, renamed=True))
                 continue
             if joined is not None:
                 self._remember(replace(self.identity, run=run, high=joined.high))

@@ -116,10 +116,16 @@ def resume(
         books.append(book)
         anchors.append(anchor)
         scatter(local, fragment, params)
-    renamed = saved is not None and saved.meta.get("owner", identity.owner) != identity.owner
+    clocks = [frame.header.clock for frame in frames if frame]
+    # A trainer with a new owner id writes a checkpoint before it posts: without one, what is
+    # posted is older than the id.
+    renamed = (
+        saved.meta.get("owner", identity.owner) != identity.owner
+        if saved
+        else identity.renamed and bool(clocks)
+    )
     if renamed and not moved:
         books = [unmerged_work.renamed(book) for book in books]
-    clocks = [frame.header.clock for frame in frames if frame]
     return ResumePoint(
         books=books,
         anchors=anchors,

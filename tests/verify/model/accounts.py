@@ -28,7 +28,7 @@ class Heard:
     """A region's newest heartbeat."""
 
     beat: Beat
-    grew_at: float
+    idle_since: float | None
     quickest: float
     worked: float = 0.0
     lost: float = 0.0
@@ -123,9 +123,11 @@ class Accounts:
     def retiring(self) -> set[str]:
         return set()
 
-    def stands_still(self, region: str, *, now: float) -> bool:
+    def stands_still(self, region: str, *, now: float, times: float = 1.0) -> bool:
         heard = self.all.get(region)
-        return bool(heard and now - heard.grew_at > max(LEASE, 4 * heard.beat.step_seconds))
+        if heard is None or heard.idle_since is None:
+            return False
+        return now - heard.idle_since > times * max(LEASE, 4 * heard.beat.step_seconds)
 
     # What is told and heard
 
@@ -139,11 +141,17 @@ class Accounts:
 
     def hear(self, region: str, beat: Beat) -> None:
         before, now = self.all.get(region), self.world.now
-        grew = before is None or max(beat.tokens.trained) != max(before.tokens.trained)
+        trained, idle = max(beat.tokens.trained), before.idle_since if before else None
+        if before is None or trained != max(before.tokens.trained):
+            idle = None
+        if beat.until is not None and trained < beat.until:
+            idle = now if idle is None else idle
+        elif not self.stands_still(region, now=now):
+            idle = None
         quickest = before.quickest if before else 0.0
         if beat.step_seconds > 0 and beat.made >= FIRST_STEPS:
             quickest = min(quickest or beat.step_seconds, beat.step_seconds)
-        heard = Heard(beat, now if grew or before is None else before.grew_at, quickest)
+        heard = Heard(beat, idle, quickest)
         self.all[region] = heard
         self.totals.account(region).update_from_heartbeat(cast(Any, heard))
 

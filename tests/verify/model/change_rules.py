@@ -70,6 +70,9 @@ class Rule:
     def _troubles(self, setting: Setting) -> list[Misfortune]:
         if self.trouble == "leave":
             return [Misfortune(40.0, "leave", "lima")]
+        if self.trouble == "forgotten":
+            folder = ((60.0, "copy", 0.0), (61.0, "cut", 50.0), (105.0, "restore", 0.0))
+            return [Misfortune(at, kind, "iowa", length) for at, kind, length in folder]
         if self.trouble == "remove":
             return [Misfortune(40.0 + 20 * turn, "remove", name) for turn, name in enumerate(LATE)]
         found, at, turn = [], 15.0, 0
@@ -154,6 +157,7 @@ FAST = {
     "delay": 4.0,
     "budget": 600.0,
 }
+ALONE = {"speeds": {"iowa": 1.0}, "batch": {"iowa": 4}, "budget": 800.0, "delay": 0.5, "far": set()}
 
 CHANGE_RULES: dict[str, Rule] = {
     # Members
@@ -216,6 +220,9 @@ CHANGE_RULES: dict[str, Rule] = {
         ((budget, "countable", _drained_of_nothing),),
         {"quorum": 1},
         {"phantoms": {"lima": 200.0}, **PAIR},
+    ),
+    "a new owner's books begin anew": Rule(
+        "e", (), {"quorum": 1}, {"keeps": 0, **SILENT, **ALONE}, trouble="forgotten"
     ),
     "without step times rounds close as well": Rule(
         "g",

@@ -33,7 +33,7 @@ class Site:
 
     def __init__(self, world: Clockwork, audit: Audit, server: Server, region: str, owner: str):
         self.world, self.audit, self.server, self.region = world, audit, server, region
-        self.folder = Folder(owner)
+        self.folder, self.first_owner = Folder(owner), owner
         self.backup: Folder | None = None
         self.renamed = 0
         self.cut_until = 0.0

@@ -214,6 +214,7 @@ class Saved:
     books: tuple[Book, ...]
     held: tuple[Vector, ...]
     cursor: Cursor
+    owner: str
 
 
 @dataclass

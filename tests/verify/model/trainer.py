@@ -75,6 +75,10 @@ class Trainer(Process):
                 held = Vector(frame.value, dict(frame.tokens))
             self.books.append(book)
             self.held.append(held)
+        made_by = saved.owner if saved else self.site.first_owner if outbox else self.folder.owner
+        renamed = made_by != self.folder.owner
+        if renamed and "a new owner's books begin anew" not in self.world.off:
+            self.books = [unmerged_work.renamed(book) for book in self.books]
         newest = max(outbox.values(), key=lambda frame: frame.clock, default=None)
         self.cursor = saved.cursor if saved else Cursor(TEXT, self.world.setting.lanes)
         newest = None if "reading goes on after the newest frame" in self.world.off else newest
@@ -85,6 +89,8 @@ class Trainer(Process):
         for f in self.fragments:
             self.site.audit.restarted(self, f, saved)
             self.site.audit.books(self, f)
+        if renamed:  # Before anything is posted: a restart must not begin the books once more.
+            self._checkpoint()
         self.later(self.world.rng.uniform(0.1, 1), self.boundary)
 
     def boundary(self) -> None:
@@ -181,7 +187,7 @@ class Trainer(Process):
     def _checkpoint(self) -> None:
         self.steps = 0
         held = tuple(vector.copy() for vector in self.held)
-        saved = Saved(self.clock, tuple(self.books), held, self.cursor)
+        saved = Saved(self.clock, tuple(self.books), held, self.cursor, self.folder.owner)
         self.durable(lambda: setattr(self.folder, "checkpoint", saved))
         self.kept = saved.cursor
 

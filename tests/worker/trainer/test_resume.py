@@ -178,6 +178,23 @@ def test_a_folder_under_a_new_name_begins_its_books_with_what_it_still_holds(pla
     assert [book.totals.trained for book in again(stage, revived).weights.books] == trained
 
 
+def test_a_renamed_folder_without_a_checkpoint_begins_its_books_with_what_it_posted(play):
+    """Otherwise its frames say for ever that something of its is merged, and are refused."""
+    stage, trainer = play()
+    steps(trainer, 2)
+    post(stage, trainer, 0)
+    stage.merge(0)
+    until(trainer, lambda: trainer.weights.books[0].totals.applied > 0)
+    steps(trainer, 1)
+    post(stage, trainer, 0)
+    stage.mailbox.checkpoint.unlink(missing_ok=True)
+    identity = stage.mailbox.identity()
+    stage.mailbox.write_identity(FolderOwner("another name", 1, identity.run, renamed=True))
+    revived = again(stage, trainer)
+    assert revived.weights.books[0].totals == Totals(trained=TOKENS)
+    assert checkpoint.load(stage.mailbox.checkpoint).meta["owner"] == "another name"
+
+
 def test_a_folder_of_another_region_keeps_its_optimiser_and_drops_what_was_not_merged(play):
     stage, trainer = play()
     steps(trainer, 2)
