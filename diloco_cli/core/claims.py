@@ -4,7 +4,7 @@ A region says itself how many steps and tokens its frames hold. Its weight in a 
 share and what it takes from the budget rest on these numbers, so they count only as far as
 a credit goes that time alone fills, for each region and fragment:
 
-    credit = steps cap + rate × time − what was counted
+    credit = first credit + rate × time − what was counted
     rate   = the less of 1.25 × the region's pace on record and 8 × the median of the others',
              or 100 steps per second where there are no others
 
@@ -36,6 +36,11 @@ SLACK = 1.25
 
 CEILING = 8.0
 """Times the median pace of the others beyond which no region's word is taken for its own."""
+
+FIRST_CREDIT = 1000.0
+"""Steps that count whatever the others' pace: in a run's first minute that says nothing. One region
+compiles while another trains, and a short run is over before anything is known. In a long run
+they are next to nothing, and a round's weight has its own cap."""
 
 ALONE = 100.0
 """Steps per second that are believed of a region with which no other can be compared."""
@@ -156,13 +161,18 @@ class ClaimTerms:
     """What claims are held against, beside the records."""
 
     steps_cap: float
-    """Steps that count before anything is known of a region, and the most in one frame's weight."""
+    """The most in one frame's weight."""
     step_tokens: Callable[[str], float]
     """Tokens per step that the spec gives a region."""
     declared: Mapping[str, float] = field(default_factory=dict)
     """Steps per second that the spec gives a region: then nothing is learnt or compared."""
     reported: Mapping[str, float] = field(default_factory=dict)
     """Steps per second that regions say they make; only ever used to judge others."""
+
+    @property
+    def first_credit(self) -> float:
+        """Steps that count before anything is known of a region."""
+        return max(self.steps_cap, FIRST_CREDIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +253,7 @@ class Allowance:
         rate, account = self.rate(region), self.accounts[fragment].get(region)
         if account is None:
             since = self.paces[region].since if region in self.paces else self.at
-            return self.terms.steps_cap + rate * max(0.0, self.at - since)
+            return self.terms.first_credit + rate * max(0.0, self.at - since)
         return account.credit + rate * max(0.0, self.at - account.at)
 
     def judge(self, receipt: Receipt) -> ClaimVerdict:
@@ -263,7 +273,7 @@ class Allowance:
 
     def most_steps(self, region: str) -> float:
         """Steps that the region can have made since the run began, were it there all the time."""
-        return self.terms.steps_cap + self.rate(region) * self.at
+        return self.terms.first_credit + self.rate(region) * self.at
 
     def learnt(self, region: str) -> float | None:
         """The pace to put on record for a region now; None if there is none to learn."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from diloco_cli.core import budget
 from diloco_cli.core.budget import BudgetStanding, HeldTokens
-from diloco_cli.core.claims import Allowance, ClaimTerms, PaceRecord
+from diloco_cli.core.claims import FIRST_CREDIT, Allowance, ClaimTerms, PaceRecord
 from diloco_cli.core.journal_records import RegionJoined, RunEnded, RunResumed
 from diloco_cli.core.ledger import FragmentState, Ledger, Resumption
 from diloco_cli.core.rounds import Receipt
@@ -139,7 +139,7 @@ def test_held_work_counts_as_a_claim_would():
     assert countable(500.0) == 500.0
     assert countable(500.0, waiting=200.0) == 300.0
     assert countable(200.0, waiting=500.0) == 0.0
-    assert countable(1e12) == (12 + 1.25 * 100) * STEP
+    assert countable(1e12) == (FIRST_CREDIT + 1.25 * 100) * STEP
 
 
 def test_after_a_drain_only_what_was_trained_since_is_held():

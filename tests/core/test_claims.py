@@ -10,6 +10,7 @@ from diloco_cli.core.claims import (
     ALONE,
     CEILING,
     ENOUGH,
+    FIRST_CREDIT,
     LEARNING,
     LONGEST_GAP,
     SLACK,
@@ -81,6 +82,16 @@ def test_what_is_honest_counts_whole_from_the_first_frame_on():
     assert server.ledger.paces["paris"].steps_per_second == pytest.approx(2.0)
 
 
+def test_a_short_run_counts_whole_although_one_region_has_hardly_begun():
+    """What the slow one has shown in the first seconds says nothing of the other."""
+    server = Server("fast", "late", reported={"late": 0.2})
+    server.at += 15
+    server.claim("late", 4.0)
+    for _ in range(10):
+        server.at += 0.5
+        assert server.claim("fast", 24.0).steps == 24.0
+
+
 def test_a_week_away_with_honest_work_counts_whole():
     server = learnt("iowa", "paris")
     server.at += WEEK
@@ -97,7 +108,7 @@ def test_a_counter_that_is_off_by_a_thousand_counts_no_more_than_its_pace_allows
 def test_a_first_frame_that_claims_everything_counts_as_the_others_make_believable():
     server = Server("evil", "iowa", "paris", reported={"iowa": 1.0, "paris": 1.0, "evil": 1e9})
     server.at += 30
-    assert server.claim("evil", 1e9).steps == CAP + CEILING * 30
+    assert server.claim("evil", 1e9).steps == FIRST_CREDIT + CEILING * 30
     assert server.claim("evil", 1e9) == Work(0.0, 0.0)
     server.at += 10
     assert server.claim("evil", 1e9).steps == CEILING * 10
@@ -115,7 +126,7 @@ def test_tokens_are_scaled_along_and_never_more_than_the_spec_gives_a_step():
 def test_alone_a_region_counts_up_to_what_any_machine_might_do():
     server = Server("iowa")
     server.at += 10
-    assert server.claim("iowa", 1e9).steps == CAP + 10 * ALONE
+    assert server.claim("iowa", 1e9).steps == FIRST_CREDIT + 10 * ALONE
     server.train(2 * LEARNING, iowa=1e6)
     assert server.ledger.paces["iowa"].steps_per_second == ALONE
 
@@ -248,7 +259,7 @@ def test_nobody_counts_more_than_time_allows(events):
         counted += got.steps if region == "evil" else 0.0
         # The others are never slower than they say, and count one step a frame at most.
         fastest = max(1.0, *(len(events) / (server.at + SOFT), 1.0))
-        assert counted <= CAP + CEILING * fastest * server.at + 1e-6
+        assert counted <= FIRST_CREDIT + CEILING * fastest * server.at + 1e-6
 
 
 def test_a_region_that_fell_silent_still_says_how_fast_others_may_be():

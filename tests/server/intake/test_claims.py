@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco_cli.core.budget import MOST_TOKENS
-from diloco_cli.core.claims import CEILING
+from diloco_cli.core.claims import CEILING, FIRST_CREDIT
 from diloco_cli.core.rounds import Accept, Refused
 from diloco_cli.observe.metrics import warnings
 from diloco_cli.server.build_status import build_status, build_summary
@@ -35,11 +35,11 @@ async def test_a_region_that_claims_steps_it_never_made_cannot_end_the_run(tmp_p
         assert not trial.state.ledger.end
     seconds = trial.clock.now - began
     assert refused == 12, "so many tokens per step are refused as they always were"
-    assert 0 < trial.counted("evil") <= CAP + CEILING * seconds
+    assert 0 < trial.counted("evil") <= FIRST_CREDIT + CEILING * seconds
     assert trial.counted("iowa") == trial.counted("paris") == seconds / 2, "honest work counts"
     status = build_status(trial.server, "")
     assert status.tokens.applied <= 2 * STEP_TOKENS * seconds + STEP_TOKENS * (
-        CAP + CEILING * seconds
+        FIRST_CREDIT + CEILING * seconds
     )
     assert status.tokens.pending >= 0 and status.tokens.uncounted > 1e9
     assert any(words.startswith("evil claims") for words in warnings(status))
@@ -200,7 +200,7 @@ async def test_reports_of_steps_that_could_not_count_call_nobody(tmp_path):
         trial.clock.now += 5.0
         await trial.settle()
         trial.clock.now -= 5.0
-    assert calls <= (CAP + CEILING * 10) / 6
+    assert calls <= (FIRST_CREDIT + CEILING * 10) / 6
 
 
 @in_a_loop

@@ -124,6 +124,37 @@ async def test_a_region_that_came_back_with_work_ends_the_run_at_once(tmp_path):
 
 
 @in_a_loop
+async def test_a_region_that_is_stuck_holds_the_others_up_for_minutes_at_most(tmp_path):
+    bench = Budgeted(tmp_path, quorum=1)
+    await bench.start()
+    assert bench.train("paris", 5) == 5, "then it hangs, and its agent goes on to speak for it"
+    made, waited = 0, 0.0
+    while not bench.state.ledger.end and waited < 400.0:
+        bench.clock.now += 2.0
+        waited += 2.0
+        for name in bench.regions:
+            await bench.report(name)
+        made += bench.train("iowa", 5)
+    assert bench.state.ledger.end and waited < 200.0, "a dozen leases"
+    assert made > 280, "iowa trained what paris did not"
+
+
+@in_a_loop
+async def test_who_had_no_room_does_not_count_as_standing_still(tmp_path):
+    bench = Budgeted(tmp_path, quorum=1)
+    await bench.start()
+    for _ in range(20):
+        bench.clock.now += 2.0
+        await bench.report("paris", until=0.0)
+        await bench.report("iowa", until=500.0)
+    leases, now = bench.state.leases, bench.clock.now
+    assert leases.stands_still("iowa", now=now) and not leases.stands_still("paris", now=now)
+    bench.train("iowa", 1)
+    await bench.report("iowa", until=500.0)
+    assert not leases.stands_still("iowa", now=now)
+
+
+@in_a_loop
 async def test_a_region_in_quarantine_takes_no_room_from_the_others(tmp_path):
     """It trains on for nothing: with what it was promised the run would never end."""
     bench = Budgeted(tmp_path, quorum=1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diloco_cli.core.claims import FIRST_CREDIT
 from diloco_cli.core.lanes import Cursor, LanePosition
 from diloco_cli.errors import WireError
 from diloco_cli.observe.metrics import warnings
@@ -169,9 +170,9 @@ async def test_nobody_is_heard_that_has_read_more_than_it_can_have_trained(tmp_p
     bench = begun(tmp_path, pace=1.0)
     lanes = told(await bench.join("iowa"))
     await bench.join("paris", "tokyo")
-    # Three rounds of six steps count from the start, then 1.25 a second; eight times the batch
+    # The first credit counts from the start, then 1.25 steps a second; eight times the batch
     # of four windows is believed, and iowa has three lanes.
-    most = int((18 + 1.25 * 4) * 8 * 4) // 3
+    most = int((FIRST_CREDIT + 1.25 * 4) * 8 * 4) // 3
     bench.clock.now += 4
     far = 2**53 - 1
     await bench.reads("iowa", at(lanes, far), at(lanes, far))

@@ -58,7 +58,7 @@ def attempt(setting: Setting, off: str | None = None) -> Outcome:
 @contextmanager
 def _in_small(setting: Setting) -> Iterator[None]:
     """What takes days in a real run takes a part of one here."""
-    small = (("LEARNING", 40.0), ("ENOUGH", 4), ("LONGEST_GAP", LONGEST_GAP))
+    small = (("FIRST_CREDIT", 0.0), ("LEARNING", 40.0), ("ENOUGH", 4), ("LONGEST_GAP", LONGEST_GAP))
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ledger, "MOST_RETIRED", setting.keeps))
         for name, value in small:

@@ -35,7 +35,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from diloco_cli.core.claims import CEILING, GENEROSITY, SLACK
+from diloco_cli.core.claims import CEILING, FIRST_CREDIT, GENEROSITY, SLACK
 from diloco_cli.core.rounds import Accept
 from diloco_cli.errors import WireError
 from diloco_cli.observe.status import Status
@@ -380,7 +380,7 @@ class Lied(Trial):
     def _check(self) -> None:
         seconds, sizes, ledger = self.clock.now - self.began, self.settings.sizes, self.state.ledger
         rate = SLACK * self.pace if self.pace else CEILING
-        most = (CAP + rate * seconds) * (1 + 1e-9)
+        most = (FIRST_CREDIT + rate * seconds) * (1 + 1e-9)
         for fragment, slot in enumerate(ledger.slots):
             counted = slot.applied.get(LIAR, 0.0)
             assert counted <= most * STEP_TOKENS, f"fragment {fragment}: {counted} in {seconds} s"
