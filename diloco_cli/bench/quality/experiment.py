@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,8 +151,11 @@ CellRecord = dict[str, Any]
 """One line of the file: which cell and seed, and `loss` with all figures, or why it `failed`."""
 
 
-def run_cell(cell: Cell, budget: Budget, seed: int) -> CellRecord:
-    """Trains and measures one cell; gives the record of it."""
+Keep = Callable[[Trained], None]
+
+
+def run_cell(cell: Cell, budget: Budget, seed: int, keep: Keep | None = None) -> CellRecord:
+    """Trains and measures one cell; gives the record of it, and the weights to `keep`."""
     began, cpu = time.monotonic(), time.process_time()
     record: CellRecord = {"cell": cell.name, "seed": seed, "id": name_of(cell, budget, seed)}
     spec = spec_of(cell, budget, seed)
@@ -160,6 +163,8 @@ def run_cell(cell: Cell, budget: Budget, seed: int) -> CellRecord:
         trained = _parallel(spec) if not cell.regions else _decoupled(cell, spec, budget)
     except RunFailed as error:
         return {**record, "failed": error.message}
+    if keep is not None:
+        keep(trained)
     parts = heldout_of(spec, budget.windows)
     halves = [evaluate(spec, trained.weights, part) for part in parts]
     averages = [evaluate(spec, trained.average, part) for part in parts]

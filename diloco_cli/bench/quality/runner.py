@@ -40,7 +40,7 @@ def run_cells(
     results = _one_by_one if workers == 1 else _side_by_side
     for number, record in enumerate(results(list(missing.values()), budget, workers), 1):
         known[record["id"]] = record
-        _append(file, record)
+        append(file, record)
         left = (time.monotonic() - began) / number * (len(missing) - number)
         result = record.get("failed") or f"{record['loss']:.4f}"
         say(
@@ -114,7 +114,7 @@ def read(file: Path) -> list[CellRecord]:
     return records
 
 
-def _append(file: Path, record: CellRecord) -> None:
+def append(file: Path, record: CellRecord) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         text = file.read_text("utf-8") if file.exists() else ""

@@ -411,7 +411,12 @@ def at_place(state: State, place: int) -> State:
         if not _is_schedule(node):
             return node
         before = cast(jax.Array, node.count)
-        value = np.asarray(place, before.dtype)  # Not put: hosts would compare their values.
+        value = np.asarray(place, before.dtype)
+        if isinstance(before.sharding, jax.sharding.SingleDeviceSharding):
+            # Bound to no device, like the weights beside it: for every other mixture of bound
+            # and unbound arguments the step would be compiled again.
+            return node._replace(count=jnp.asarray(value))
+        # Not put: hosts would compare their values.
         count = jax.make_array_from_callback((), before.sharding, lambda _: value)
         return node._replace(count=count)
 

@@ -220,6 +220,20 @@ def test_a_replaced_fragment_is_ours_alone_and_leaves_the_rest(adamw):
     assert (vector == 7.0).all()
 
 
+def test_a_step_is_compiled_once_whatever_happens_between_steps():
+    step = step_of(100, schedule={"kind": "cosine", "warmup": 3})
+    engine = step.engine()
+    engine.load(MODEL.init(0), None)
+    engine.step(TOKENS)
+    for number, fragment in enumerate(LAYOUT.fragments):
+        engine.place(10 * (number + 1))
+        engine.step(TOKENS)
+        engine.write(fragment, engine.read(fragment))
+        engine.step(TOKENS)
+    compiled: Any = step.step
+    assert compiled._cache_size() == 1
+
+
 def rates_of(asked: dict, peak: float, *, horizon: int) -> list[float]:
     schedule = schedules.build(asked).build(peak, horizon)
     return [float(np.asarray(schedule(step))) for step in range(horizon + 50)]

@@ -1,0 +1,206 @@
+"""How does the gap to data parallel move with the size of the model? One long, resumable table.
+
+    nice -n 19 python -m tests.verify.results.ladder docs/results/raw/ladder.jsonl --until 15:00
+
+Every rung is a model at 20 tokens a parameter. First each way to train gets its own inner rate, on
+a seed that is not reported: from a guess by factors of two in both directions until the best lies
+between two that are worse, data parallel by the same rule as regions. Then the other seeds. What
+is in the file is not run again; `--weights` keeps what was trained, for `downstream.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TUNED_ON = 101
+FACTOR = 2.0
+MOST_RATES = 6
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One size, and how many sequences of how many bytes make a step of all regions together."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    sequence: int
+    tokens_a_parameter: float = 20.0
+    windows: int = 2048
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train."""
+
+    regions: int
+    optimizer: str = "adamw"
+    down: str = ""
+    """Codec of the way down, if not the default; trained at the rate of the arm without it."""
+
+    @property
+    def name(self) -> str:
+        how = f"regions {self.regions}" if self.regions else "data parallel"
+        return ", ".join([how, *filter(None, [self.optimizer, self.down and f"{self.down} down"])])
+
+
+SMALL = Rung("25k", 1, 32, 1, 8, 32)
+MIDDLE = Rung("123k", 2, 64, 2, 16, 64)
+LARGE = Rung("282k", 3, 80, 2, 32, 64)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Arms of a rung; with a rate of the rung below instead of a tuned one where `rates_of` says
+    so, multiplied by the quotient of the widths for all arms alike."""
+
+    rung: Rung
+    arms: Sequence[Arm]
+    seeds: Sequence[int]
+    rates_of: Rung | None = None
+
+
+DP = Arm(0)
+STAGES = (
+    Stage(SMALL, [DP, Arm(8), Arm(4), Arm(2), Arm(1)], (61, 62, 63, 64, 65)),
+    Stage(SMALL, [Arm(4, down="int4"), Arm(8, down="int4")], (61, 62, 63, 64, 65)),
+    Stage(MIDDLE, [DP, Arm(8), Arm(4), Arm(2)], (61, 62, 63)),
+    Stage(MIDDLE, [Arm(8, "muon")], (61, 62, 63)),
+    Stage(MIDDLE, [Arm(8, down="int4")], (61, 62, 63)),
+    Stage(LARGE, [DP, Arm(8), Arm(4), Arm(2)], (61, 62, 63), rates_of=MIDDLE),
+    Stage(MIDDLE, [Arm(0, "muon"), Arm(1)], (61, 62, 63)),
+)
+GUESSES = {"25k": 1.2e-2, "123k": 6e-3}
+
+
+class Table:
+    """The file, and what is missing in it."""
+
+    def __init__(self, file: Path, weights: Path | None, until: float) -> None:
+        from diloco_cli.bench.quality.runner import read
+
+        self.file, self.weights, self.until = file, weights, until
+        self.known = {record["id"]: record for record in read(file)}
+
+    def result(self, rung: Rung, arm: Arm, seed: int, rate: float) -> dict[str, Any]:
+        """Of one cell; trains it if it is not in the file."""
+        import numpy as np
+
+        from diloco_cli.bench.quality.cells import Cell
+        from diloco_cli.bench.quality.experiment import Budget, run_cell
+        from diloco_cli.bench.quality.runner import append
+        from diloco_cli.bench.quality.training import Trained
+
+        name = f"{rung.name}, {arm.name}, seed {seed}, rate {rate:.3g}"
+        if name in self.known:
+            return self.known[name]
+        if time.time() > self.until:
+            raise TimeoutError
+        shape = {"layers": rung.layers, "width": rung.width, "heads": rung.heads}
+        budget = Budget(batch=rung.batch, sequence=rung.sequence, windows=rung.windows, **shape)
+        settings: list[tuple[str, Any]] = [
+            ("inner.optimizer", {"kind": arm.optimizer, "lr": rate}),
+        ]
+        if arm.down:
+            settings.append(("wire.down", {"kind": arm.down}))
+        cell = Cell(arm.name, arm.regions, tuple(settings))
+
+        def keep(trained: Trained) -> None:
+            if self.weights is not None and seed != TUNED_ON:
+                self.weights.mkdir(parents=True, exist_ok=True)
+                arrays: dict[str, Any] = dict(trained.weights)
+                np.savez(self.weights / f"{name}.npz", **arrays)
+
+        budget = budget.per_parameter(rung.tokens_a_parameter)
+        record = run_cell(cell, budget, seed, keep)
+        record |= {"id": name, "rung": rung.name, "rate": rate}
+        record |= {"load": round(os.getloadavg()[0], 1)}
+        self.known[name] = record
+        append(self.file, record)
+        print(name, record.get("loss") or record["failed"], record.get("wall"), flush=True)
+        return record
+
+    def tuned(self, rung: Rung, arm: Arm, guess: float) -> float:
+        """The best rate on the seed that is not reported."""
+        losses: dict[float, float] = {}
+
+        def loss(rate: float) -> float:
+            if rate not in losses:
+                record = self.result(rung, arm, TUNED_ON, rate)
+                losses[rate] = record.get("loss", float("inf"))
+            return losses[rate]
+
+        best = guess
+        for rate in (guess, guess / FACTOR, guess * FACTOR):
+            if loss(rate) < loss(best):
+                best = rate
+        while len(losses) < MOST_RATES:
+            beside = [best / FACTOR, best * FACTOR]
+            if all(rate in losses for rate in beside):
+                break
+            for rate in beside:
+                if loss(rate) < loss(best):
+                    best = rate
+        return best
+
+    def rate(self, stage: Stage, arm: Arm) -> float:
+        plain = Arm(arm.regions, arm.optimizer)
+        if stage.rates_of is not None:
+            factor = stage.rates_of.width / stage.rung.width
+            return factor * self.tuned(stage.rates_of, plain, guess_of(stage.rates_of, plain))
+        return self.tuned(stage.rung, plain, guess_of(stage.rung, plain))
+
+
+def guess_of(rung: Rung, arm: Arm) -> float:
+    """Where the search begins: regions want less at equal total batch."""
+    return GUESSES[rung.name] / (2 if arm.regions >= 4 else 1)
+
+
+def cells(table: Table, stages: Sequence[Stage]) -> Iterator[dict[str, Any]]:
+    """All results, stage by stage; within one all arms of a seed before the next seed."""
+    for stage in stages:
+        rates = {arm: table.rate(stage, arm) for arm in stage.arms}
+        for seed in stage.seeds:
+            for arm in stage.arms:
+                yield table.result(stage.rung, arm, seed, rates[arm])
+
+
+def clock(words: str) -> float:
+    """The next time that a clock shows this, in seconds since the epoch."""
+    hour, minute = map(int, words.split(":"))
+    now = time.localtime()
+    then = time.mktime((*now[:3], hour, minute, 0, 0, 0, -1))
+    return then if then > time.time() else then + 86400
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--until", type=clock, default=float("inf"), help="HH:MM; begin no cell")
+    parser.add_argument("--weights", type=Path, help="a folder for the weights of what is reported")
+    options = parser.parse_args(words)
+    # One thread: cells are small, and whoever else works here has the rest.
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+    from diloco_cli.worker.trainer.task import set_up
+
+    set_up(None)
+    table = Table(options.file, options.weights, options.until)
+    try:
+        for _ in cells(table, STAGES):
+            pass
+    except TimeoutError:
+        print("Time is up; what is missing is made the next time.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
