@@ -13,6 +13,8 @@ import errno
 import gc
 import os
 import sys
+from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -54,6 +56,8 @@ def diloco(
     ] = False,
 ) -> None:
     """Pretrain one language model across datacenters over ordinary links."""
+    with suppress(OSError):  # The folder may be gone, which is for whoever needs it to say.
+        context.call_on_close(partial(os.chdir, os.getcwd()))
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(2)

@@ -30,8 +30,8 @@ def doctor(
     ] = "",
     certs: CertsOption = None,
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="FOLDER", help="Where the run will be kept.")
-    ] = Path("runs"),
+        Path | None, typer.Option("--dir", metavar="FOLDER", help="Where the run will be kept.")
+    ] = None,
     region: Annotated[
         str, typer.Option(metavar="NAME", help="The region that trains here; any when left out.")
     ] = "",
@@ -42,16 +42,22 @@ def doctor(
     """Say whether this host is ready, one line per check; ends with 1 if something is not."""
     from diloco_cli.run.doctor import host
 
-    expected = None
-    checks = list(host.host(folder))
+    certs = certs.absolute() if certs else None  # Unlike the spec's paths, relative to the shell.
+    checks: list[host.Check] = []
+    expected, home = None, folder or Path("runs")
     if spec_file is not None:
         from diloco_cli.assemble import load_run
         from diloco_cli.errors import SpecError
         from diloco_cli.plan.plan import plan
+        from diloco_cli.run.doctor.before_start import disk_reserve
+        from diloco_cli.run.doctor.text import text
+        from diloco_cli.run.folder import SpecPlace
         from diloco_cli.sim.world import World, parse_span
         from diloco_cli.validation import nearest
 
-        spec = load_run(spec_file, overrides or ()).spec
+        place = SpecPlace(spec_file)
+        spec = load_run(place.file, overrides or ()).spec
+        home = place.path(folder) if folder else place.run_folder(spec.name)
         expected = plan(spec, World(step=parse_span(step) if step else None, flops=flops))
         known = [each.name for each in spec.regions]
         if region and region not in known:
@@ -59,7 +65,10 @@ def doctor(
                 f"There is no region {region!r} in {spec_file}.",
                 hint=nearest(region, known, "Its regions are"),
             )
-        checks += host.against(expected, folder, serves=not server, region=region or None)
+        checks += text(spec, [region] if region else known)
+        checks += [] if server else disk_reserve(spec, home)
+        checks += host.against(expected, home, serves=not server, region=region or None)
+    checks = [*host.host(home), *checks]
     if server:
         from diloco_cli.run.doctor import server as reach
 

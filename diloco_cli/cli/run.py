@@ -116,12 +116,14 @@ def run(
     """
     from diloco_cli.observe.terminal import ProgressDisplay
     from diloco_cli.run import start
+    from diloco_cli.run.folder import SpecPlace
 
-    spec = _load(spec_file, overrides)
+    place = SpecPlace(spec_file)
+    spec = _load(place.file, overrides)
     options = start.RunOptions(
-        spec_file=spec_file,
+        spec_file=place.file,
         overrides=tuple(overrides or ()),
-        folder=folder or _home(spec),
+        folder=place.run_folder(spec.name, folder),
         regions=_regions(spec, regions),
         until=until,
         fresh=fresh,
@@ -188,18 +190,22 @@ def serve(
     """Run the aggregation server on this host."""
     from diloco_cli.assemble import build_terms, resolve, settings_of
     from diloco_cli.models import first_tensors
+    from diloco_cli.run.doctor.before_start import before_start, refuse_unready
     from diloco_cli.run.edited_spec import settle_spec
     from diloco_cli.run.first_weights import check_first_weights, first_weights
-    from diloco_cli.run.folder import refuse_foreign, refuse_served
+    from diloco_cli.run.folder import SpecPlace, refuse_foreign, refuse_served
     from diloco_cli.server.lifecycle import serve as serve_run
     from diloco_cli.system import failpoints
 
-    spec = _load(spec_file, overrides)
-    home = folder or _home(spec)
+    place = SpecPlace(spec_file)
+    spec = _load(place.file, overrides)
+    home = place.run_folder(spec.name, folder)
     refuse_foreign(home)
     refuse_served(home)
     check_first_weights(spec, home)
     logs.set_up("server", log_format)
+    for warning in refuse_unready(before_start(spec, home, (), os.environ, serves=True)):
+        log.warning(warning)
     settled = settle_spec(spec, home, fresh=False)
     if settled.remark:
         log.info(settled.remark)
@@ -246,7 +252,8 @@ def work(
 ) -> None:
     """Train one region on this host, or a part of one."""
     from diloco_cli.assemble import build_amended, resolve, shared_digest, shared_settings
-    from diloco_cli.run.folder import refuse_foreign
+    from diloco_cli.run.doctor.before_start import before_start, refuse_unready
+    from diloco_cli.run.folder import SpecPlace, refuse_foreign
     from diloco_cli.system import failpoints
     from diloco_cli.worker.agent import agent
     from diloco_cli.worker.hosts.first_host import FirstHost
@@ -254,9 +261,10 @@ def work(
     from diloco_cli.worker.hosts.secret import take_secret
     from diloco_cli.worker.hosts.which_host import find_place
 
-    spec = _load(spec_file, overrides)
+    paths = SpecPlace(spec_file)
+    spec = _load(paths.file, overrides)
     name = _any_region(spec, region)
-    home = folder or _home(spec)
+    home = paths.run_folder(spec.name, folder)
     refuse_foreign(home)
     place = find_place(
         name,
@@ -268,7 +276,7 @@ def work(
     )
     number = place.host if place else 0
     url = _server_of(server, home) if number == 0 else ""
-    credentials = for_region(spec, name, certs)
+    credentials = for_region(spec, name, paths.path(certs) if certs else None)
     forget_tokens(spec, name)
     logs.set_up(f"host {number}" if number else "worker", log_format, region=name)
     secret = b""
@@ -292,6 +300,11 @@ def work(
         shared_settings(spec), shared_digest(spec), resolve(spec).layout.digest
     )
     failpoints.arm(failpoint)  # Those of its trainer are set there.
+
+    def look(newest: RunSpec) -> None:
+        for warning in refuse_unready(before_start(newest, home, [name], os.environ, serves=False)):
+            log.warning(warning)
+
     code = agent.work(
         spec,
         name,
@@ -306,6 +319,7 @@ def work(
         leave=leave,
         hosts=FirstHost(place, secret) if place else None,
         failpoint=failpoint if place else "",
+        look=look,
     )
     raise typer.Exit(code)
 
@@ -327,6 +341,7 @@ def trainer(
     # Loading JAX and tracing leave next to no garbage, and looking for it takes a tenth of
     # the start. The trainer turns it on again when it has made its first step.
     gc.disable()
+    from diloco_cli.run.folder import default_folder
     from diloco_cli.system import failpoints
     from diloco_cli.worker.hosts.which_host import HostPlace
     from diloco_cli.worker.trainer.loop import train
@@ -335,7 +350,7 @@ def trainer(
     place = HostPlace(0, hosts, coordinator) if hosts and coordinator else None
     spec = _load(spec_file, None)
     name = _any_region(spec, region)
-    home = folder or _home(spec)
+    home = folder or default_folder(spec_file, spec.name)
     logs.set_up("trainer", log_format, region=name)
     code = train(
         spec, name, home, terms=terms, cores=_cores(cores), alone=alone, place=place, own=own
@@ -374,12 +389,6 @@ def _load(spec_file: Path, overrides: Sequence[str] | None) -> RunSpec:
     from diloco_cli.assemble import load_run, spelled_out
 
     return spelled_out(load_run(spec_file, overrides or ()).spec)
-
-
-def _home(spec: RunSpec) -> Path:
-    from diloco_cli.run.folder import RUNS
-
-    return RUNS / spec.name
 
 
 def _regions(spec: RunSpec, listed: str | None) -> tuple[str, ...] | None:

@@ -82,11 +82,12 @@ def validate(
     """Check a run spec; every problem at once."""
     from diloco_cli.assemble import load_run, spelled_out
     from diloco_cli.errors import SpecError
+    from diloco_cli.run.folder import SpecPlace
     from diloco_cli.spec.load import SpecErrors
     from diloco_cli.spec.resolved import resolved
 
     try:
-        loaded = load_run(spec_file, overrides or ())
+        loaded = load_run(SpecPlace(spec_file).file, overrides or ())
     except SpecError as error:
         if format is Format.text:
             raise

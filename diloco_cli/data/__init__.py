@@ -4,6 +4,7 @@
     heldout.py   which text is held out, file by file
     first_bytes.py  is a file text? Its first bytes say what it is
     hf_tokenizer.py  tokenizers of the `tokenizers` library
+    patterns.py  which files a path or a pattern of a spec means
     text.py      text from files: the byte tokenizer, text by pattern, Python's own library
     sources.py   documents out of files: text, JSON lines, Parquet, Arrow
     prepare.py   text becomes a folder of tokens

@@ -38,7 +38,7 @@ class HfTokenizer:
     """A tokenizer.json of the `tokenizers` library, as Hugging Face models have one."""
 
     file: str | None = None
-    """Path of tokenizer.json, relative to the folder the command runs in."""
+    """Path of tokenizer.json, relative to the spec's folder."""
 
     digest: str | None = None
     """SHA-256 of that file: regions with other tokenizers do not merge. Found out where the file
@@ -58,7 +58,7 @@ class HfTokenizer:
             if self.digest is None:
                 raise RegistryError(
                     f"The tokenizer 'hf': file {self.file!r} is not there; looked in {Path.cwd()}.",
-                    hint="Copy it here, start in the folder that the path is relative to, or give "
+                    hint="Copy it here (paths are relative to the folder of the spec), or give "
                     "`digest`, its SHA-256, if this host only serves.",
                     key="file",
                 )

@@ -6,11 +6,9 @@ host, and copied: `diloco data prepare`.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -21,6 +19,7 @@ from diloco_cli.core.lanes import LANES
 from diloco_cli.data.heldout import HeldoutText
 from diloco_cli.data.hf_tokenizer import HfTokenizer
 from diloco_cli.data.order import Stream
+from diloco_cli.data.patterns import matching_files
 from diloco_cli.data.prepare import Preparation, prepare
 from diloco_cli.data.protocol import datasets
 from diloco_cli.data.sources import Form, TextSource
@@ -80,25 +79,15 @@ class _SmallCorpus:
         return meaning_of(self.tokenizer)
 
     def find(self) -> list[Path]:
-        found: set[Path] = set()
-        for pattern in self.files:
-            matches = glob.glob(os.path.expanduser(pattern), recursive=True)
-            paths = {Path(match).resolve() for match in matches if os.path.isfile(match)}
-            if not paths:
-                raise SpecError(
-                    f"data.files: no file matches {pattern!r} in {Path.cwd()}.",
-                    hint="Check the spelling, or start the command in the folder the pattern is "
-                    "relative to.",
-                )
-            found |= paths
-        for path in sorted(found):
+        found = matching_files(self.files)
+        for path in found:
             if TextSource.of(path).form != self.form:
                 raise SpecError(
                     f"data.files: {path} is not called like a {self.form} file.",
                     hint="Leave it out, or prepare files of several forms together: "
                     "`diloco data prepare`.",
                 )
-        return sorted(found)
+        return found
 
     def open(self, seed: int, batch: int, sequence: int) -> Stream:
         return self._prepared().open(seed, batch, sequence)

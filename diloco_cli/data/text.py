@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import sysconfig
@@ -18,6 +17,7 @@ from diloco_cli.core.lanes import LANES, MOST_LANES
 from diloco_cli.data.first_bytes import refuse_other_kinds
 from diloco_cli.data.heldout import HeldoutText
 from diloco_cli.data.order import Corpus, ReadingOrder, Stream
+from diloco_cli.data.patterns import matching_files
 from diloco_cli.data.protocol import Tokenizer, datasets, tokenizers
 from diloco_cli.errors import RegistryError, SpecError
 
@@ -45,7 +45,7 @@ class Bytes:
 @datasets.register("text")
 @dataclass(frozen=True)
 class Text:
-    """Text files, by path or pattern, relative to the folder the command runs in."""
+    """Text files, by path or pattern, relative to the spec's folder."""
 
     files: Annotated[tuple[str, ...], Field(min_length=1)]
     """Paths or patterns; `**` means any depth."""
@@ -70,20 +70,10 @@ class Text:
         return meaning_of(self.tokenizer)
 
     def find(self) -> list[Path]:
-        found: set[Path] = set()
-        for pattern in self.files:
-            matches = glob.glob(os.path.expanduser(pattern), recursive=True)
-            paths = {Path(match).resolve() for match in matches if os.path.isfile(match)}
-            if not paths:
-                raise SpecError(
-                    f"data.files: no file matches {pattern!r} in {Path.cwd()}.",
-                    hint="Check the spelling, or start the command in the folder the "
-                    "pattern is relative to.",
-                )
-            found |= paths
+        found = matching_files(self.files)
         for path in found:
             refuse_other_kinds(path)
-        return sorted(found)
+        return found
 
     def open(self, seed: int, batch: int, sequence: int) -> Stream:
         return _open(self, seed, batch, sequence)

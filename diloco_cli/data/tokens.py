@@ -45,7 +45,7 @@ class PreparedTokens:
     """Tokens that `diloco data prepare` made, or files of nanoGPT, llm.c or Megatron."""
 
     folder: str | None = None
-    """Where they are, relative to the folder the command runs in."""
+    """Where they are, relative to the spec's folder."""
 
     mix: tuple[dict[str, Any], ...] = ()
     """Several folders instead of one, each with a `folder` and a `weight`, its share of what is

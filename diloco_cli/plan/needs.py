@@ -38,15 +38,19 @@ class MemoryNeeds:
 
 
 def memory(spec: RunSpec, scenario: Scenario) -> MemoryNeeds:
-    size, largest = scenario.parameters, max(scenario.sizes)
-    state = max(averages(spec.inner_of(region.name)) for region in spec.regions)
     return MemoryNeeds(
-        host=FLOAT * size * (1 + 1 + state) + 2 * FLOAT * largest + TRAINER_BYTES,
+        host=host_memory(spec, scenario.sizes),
         server=server_memory(scenario.sizes),
         server_disk=server_disk(
             scenario.sizes, len(scenario.sites), scenario.up_bits, scenario.down_bits
         ),
     )
+
+
+def host_memory(spec: RunSpec, sizes: Sequence[int]) -> float:
+    """Bytes of the memory of one region's host, without what is on its devices."""
+    state = max(averages(spec.inner_of(region.name)) for region in spec.regions)
+    return FLOAT * sum(sizes) * (1 + 1 + state) + 2 * FLOAT * max(sizes) + TRAINER_BYTES
 
 
 def server_memory(sizes: Sequence[int]) -> float:

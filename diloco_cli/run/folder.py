@@ -1,5 +1,7 @@
 """Whose folder is it? Locks, finding, setting aside: the run folder as commands see it.
 
+my-run/run.yaml             paths in it are relative to my-run/, wherever a command is started
+my-run/runs/NAME            its run; a spec of another name has it in the shell's folder
 FOLDER/run.lock             held by `diloco run` for as long as it lives
 FOLDER/server/address.json  where the server listens, or listened last
 FOLDER/summary.json         what it came to
@@ -21,6 +23,10 @@ from diloco_cli.system.locks import Busy, FileLock
 
 RUNS = Path("runs")
 RESOLVED = "spec.resolved.yaml"
+KEPT = (RESOLVED, "spec.current.yaml")
+"""Specs that a run keeps in its folder; paths in them are relative to where its processes run."""
+PROJECT = "run.yaml"
+"""A spec of this name has its runs beside it, whoever starts them; `diloco init` writes one."""
 EARLY = ("run.lock", "lost+found")
 
 
@@ -35,6 +41,41 @@ class Target:
         return str(self.folder or self.url)
 
 
+class SpecPlace:
+    """The folder that the paths of a spec are relative to, which becomes the working folder.
+
+    Paths from the command line are relative to the shell's folder all the same.
+    """
+
+    def __init__(self, spec_file: Path) -> None:
+        self.file, self._shell = spec_file, Path.cwd()
+        home = self._shell if spec_file.name in KEPT else spec_file.absolute().parent
+        self._moved = spec_file.is_file() and home.resolve() != self._shell.resolve()
+        if self._moved:
+            self.file = spec_file.absolute()
+            if token := os.environ.get("DILOCO_TOKEN_FILE"):
+                os.environ["DILOCO_TOKEN_FILE"] = str(self._shell / Path(token).expanduser())
+            os.chdir(home)
+
+    def path(self, given: Path) -> Path:
+        """A path from the command line."""
+        return self._shell / given if self._moved else given
+
+    def run_folder(self, name: str, given: Path | None = None) -> Path:
+        """Where the run is kept: in the folder that was given, or else where all look for it."""
+        if given is not None:
+            return self.path(given)
+        return default_folder(self.file, name, shell=self._shell if self._moved else Path())
+
+
+def default_folder(spec_file: Path, name: str, *, shell: Path = Path()) -> Path:
+    """Where the run of a spec is kept when nobody says otherwise."""
+    if spec_file.name in KEPT:
+        return spec_file.parent
+    beside = spec_file.parent if spec_file.name == PROJECT else shell
+    return beside / RUNS / name
+
+
 def find(target: str | None) -> Target:
     """Finds the run that was meant: a URL, a folder, a spec, or the newest run here."""
     if target is None:
@@ -42,12 +83,14 @@ def find(target: str | None) -> Target:
     if target.startswith(("http://", "https://")):
         return Target(target.rstrip("/"), None)
     path = Path(target)
+    if path.is_dir() and not _holds_a_run(path) and (path / PROJECT).is_file():
+        path /= PROJECT
     if path.is_dir():
         return _in_folder(path)
     if path.is_file():
         from diloco_cli.spec.load import load_spec
 
-        return _in_folder(RUNS / load_spec(path).spec.name)
+        return _in_folder(default_folder(path, load_spec(path).spec.name))
     if _holds_a_run(RUNS / target):
         return _in_folder(RUNS / target)
     raise SpecError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -24,10 +25,12 @@ from diloco_cli.launch.roles import follower_role, serve_role, work_role
 from diloco_cli.launch.subprocesses import LocalLauncher
 from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run.ask import ShortCalls
+from diloco_cli.run.doctor.before_start import before_start, refuse_unready
 from diloco_cli.run.edited_spec import settle_spec
 from diloco_cli.run.find_credential import for_run
 from diloco_cli.run.first_weights import check_first_weights
 from diloco_cli.run.folder import (
+    RESOLVED,
     address_of,
     cannot_write,
     held,
@@ -80,7 +83,7 @@ class LoggedProgress(ProgressDisplay):
 def run_here(spec: RunSpec, options: RunOptions, progress: ProgressDisplay) -> int:
     """Runs to the end on this terminal and returns the exit code."""
     goal = parse_goal(options.until)
-    _prepare(spec, options, progress)
+    looked = _prepare(spec, options, progress)
     folder = options.folder
     with held(folder):
         settled = settle_spec(spec, folder)
@@ -93,6 +96,8 @@ def run_here(spec: RunSpec, options: RunOptions, progress: ProgressDisplay) -> i
         if resumed:
             progress.say(f"resuming the run in {folder}")
         regions = options.regions or [region.name for region in current.regions]
+        if not looked:
+            _look(current, folder, regions, progress)
         plan = plan_run(current, settled.file, regions, goal=goal)
         with progress:
             launcher, calls = LocalLauncher(folder / "logs"), ShortCalls(for_run(current))
@@ -203,8 +208,19 @@ def _exit_code_at_start(child: subprocess.Popen[bytes], folder: Path) -> int | N
     return None
 
 
-def _prepare(spec: RunSpec, options: RunOptions, progress: ProgressDisplay) -> None:
+def _prepare(spec: RunSpec, options: RunOptions, progress: ProgressDisplay) -> bool:
+    """Looks before anything is made or moved; says whether text, disk and memory were seen."""
     refuse_foreign(options.folder)
+    new = options.fresh or not (options.folder / RESOLVED).exists()
+    if new:
+        regions = options.regions or [region.name for region in spec.regions]
+        _look(spec, options.folder, regions, progress)
     check_first_weights(spec, options.folder, fresh=options.fresh)
     if options.fresh and (aside := set_aside(options.folder)):
         progress.say(f"the old run is now in {aside}")
+    return new
+
+
+def _look(spec: RunSpec, folder: Path, regions: Sequence[str], progress: ProgressDisplay) -> None:
+    for warning in refuse_unready(before_start(spec, folder, regions, os.environ, serves=True)):
+        progress.say(f"warning: {warning}")

@@ -1,8 +1,8 @@
 """A small vision model on scikit-learn's digits, in PyTorch: nothing here is about text.
 
-    python pipelines/own-trainer/digits.py --describe build/digits.safetensors
-    diloco run pipelines/own-trainer/digits.yaml
-    python pipelines/own-trainer/digits.py --accuracy WEIGHTS      # of `diloco pull`
+    cd pipelines/own-trainer; python digits.py --describe build/digits.safetensors
+    diloco run digits.yaml
+    python digits.py --accuracy WEIGHTS      # of `diloco pull`
 
 An image is 64 pixels, so it counts as 64 tokens. Each region has its own quarter of the images,
 given by its number on the command line; a fifth of all images is held out.

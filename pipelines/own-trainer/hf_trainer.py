@@ -1,7 +1,7 @@
 """A Hugging Face `Trainer` as a region: a callback of twenty lines.
 
-    python pipelines/own-trainer/hf_trainer.py --describe build/hf-trainer.safetensors
-    diloco run pipelines/own-trainer/hf-trainer.yaml
+    cd pipelines/own-trainer; python hf_trainer.py --describe build/hf-trainer.safetensors
+    diloco run hf-trainer.yaml
 
 The trainer owns everything: model, collator, optimiser, schedule, precision. The callback counts
 each of its steps, and stops it when the run is over.

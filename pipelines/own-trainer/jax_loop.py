@@ -1,7 +1,7 @@
 """A plain JAX loop as a region: parameters in a dict, optax, one jitted step.
 
-    python pipelines/own-trainer/jax_loop.py --describe build/jax-loop.safetensors
-    diloco run pipelines/own-trainer/jax.yaml
+    cd pipelines/own-trainer; python jax_loop.py --describe build/jax-loop.safetensors
+    diloco run jax.yaml
 
 Nothing of the run's file says what is computed: it is a small network that learns the next byte
 from the four before it. `--describe` writes its first weights once, for everybody.

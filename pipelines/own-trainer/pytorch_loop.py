@@ -6,7 +6,7 @@ The run's model is the built-in decoder. This region trains the same model as tr
 it, with torch's AdamW: names and axes are mapped to the run's, and everything else is its own.
 
 Under torchrun the model is cut over the processes (FSDP2): `command: [torchrun,
---nproc-per-node=2, pipelines/own-trainer/pytorch_loop.py]`, and `inner: {batch: 8}`.
+--nproc-per-node=2, pytorch_loop.py]`, and `inner: {batch: 8}`.
 """
 
 import os

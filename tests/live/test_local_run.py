@@ -161,8 +161,9 @@ def test_a_start_that_trained_nothing_takes_a_corrected_spec(run_in):
     run = run_in(10_000)
     spec = run.place / "run.yaml"
     right = spec.read_text().replace(", {name: late}", "")
+    (run.place / "x").write_text("too short to make a row of")
     spec.write_text(right.replace("kind: python-source, limit: 300_000", "kind: text, files: [x]"))
-    assert run.run().wait(600) == 2, "there is no such file"
+    assert run.run().wait(600) == 2, "only who reads the text knows"
     spec.write_text(right.replace("width: 32", "width: 16").replace("fragments: 2", "fragments: 3"))
     assert run.run().wait(600) == 0
     said = (run.place / "said").read_text()

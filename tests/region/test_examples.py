@@ -33,7 +33,7 @@ def fits(weights, yaml: str, tmp_path: Path) -> None:
     check_tensors(weights.tensors(), resolve(spec).model.tensors())
     for region in spec.regions:
         assert region.trainer and region.trainer.command
-        assert (ROOT / region.trainer.command[1]).exists()
+        assert (FOLDER / region.trainer.command[1]).exists()
 
 
 def test_a_plain_jax_loop(tmp_path):

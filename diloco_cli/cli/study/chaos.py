@@ -84,16 +84,18 @@ def chaos(
     same again.
     """
     from diloco_cli.chaos import run
+    from diloco_cli.run.folder import SpecPlace
 
     given = [*(overrides or ())]
     given += [f"chaos.seconds={seconds:g}"] if seconds is not None else []
     given += [f"chaos.seed={seed}"] if seed is not None else []
-    spec = _load(spec_file, given, method)
+    place = SpecPlace(spec_file)
+    spec = _load(place.file, given, method)
     options = run.ChaosOptions(
         method=method.value,
-        folder=folder or _home(spec, method),
-        faults=_faults(spec, schedule),
-        rate=run.rate_of(spec, fault_free),
+        folder=place.run_folder(f"{spec.name}-{method.value}", folder),
+        faults=_faults(spec, place.path(schedule) if schedule else None),
+        rate=run.rate_of(spec, place.path(fault_free) if fault_free else None),
         fresh=fresh,
         quiet=format is Format.json,
     )
@@ -125,12 +127,6 @@ def _load(spec_file: Path, overrides: list[str], method: ChaosMethod) -> RunSpec
         ChaosMethod.streaming: everybody,
     }.get(method, [])
     return spelled_out(load_run(spec_file, [*overrides, *more]).spec)
-
-
-def _home(spec: RunSpec, method: ChaosMethod) -> Path:
-    from diloco_cli.run.folder import RUNS
-
-    return RUNS / f"{spec.name}-{method.value}"
 
 
 def _faults(spec: RunSpec, schedule: Path | None) -> list[Fault]:

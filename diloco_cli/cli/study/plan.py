@@ -60,13 +60,15 @@ def plan(
     from diloco_cli.assemble import load_run
     from diloco_cli.plan import plan as planning
     from diloco_cli.plan.devices import named_device
+    from diloco_cli.run.folder import SpecPlace
     from diloco_cli.sim.scenario import Recovery
     from diloco_cli.sim.world import World, parse_span
 
-    spec = load_run(spec_file, overrides or ()).spec
+    place = SpecPlace(spec_file)
+    spec = load_run(place.file, overrides or ()).spec
     links, steps, notes = list(link or []), {}, []
     if probe:
-        way = _measured(probe, certs)
+        way = _measured(probe, place.path(certs) if certs else None)
         links, steps = [_gross(way), *links], _steps(way, spec)
         notes = _probe_notes(probe, way, steps)
     world = World(

@@ -116,6 +116,8 @@ def simulate(
     from diloco_cli.sim.scenario import Recovery
     from diloco_cli.sim.world import World, parse_span
 
+    # Paths in the spec are relative to it, these are not.
+    trace, record, plot = (path and path.absolute() for path in (trace, record, plot))
     world = World(
         step=parse_span(step) if step else None,
         flops=flops,
@@ -173,6 +175,7 @@ def _simulate(
     from diloco_cli.assemble import fragment_sizes, load_run
     from diloco_cli.bench.published import PRESETS
     from diloco_cli.errors import SpecError
+    from diloco_cli.run.folder import SpecPlace
     from diloco_cli.sim.sweep import parse_vary, sweep
     from diloco_cli.validation import nearest
 
@@ -182,8 +185,10 @@ def _simulate(
             hint=nearest(what, list(PRESETS), "Presets"),
         )
 
+    place = SpecPlace(Path(what))
+
     def load(more: Sequence[str]) -> tuple[RunSpec, tuple[int, ...]]:
-        spec = load_run(what, [*overrides, *more]).spec
+        spec = load_run(place.file, [*overrides, *more]).spec
         return spec, fragment_sizes(spec)
 
     return list(sweep(load, world, parse_vary(vary)))

@@ -25,7 +25,7 @@ class Imported(Transformer):
     """
 
     folder: str | None = None
-    """The folder, relative to that in which the command runs."""
+    """The folder, relative to that of the spec."""
 
     architecture: dict[str, Any] | None = None
     """The model that config.json describes, as a choice of model; read from there when left out.

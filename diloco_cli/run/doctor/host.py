@@ -18,6 +18,7 @@ from typing import Literal
 from diloco_cli.observe.units import bytes_
 from diloco_cli.plan.devices import USABLE, DeviceNeeds
 from diloco_cli.plan.plan import Plan
+from diloco_cli.server.store import stores
 
 PACKAGES = ("diloco-cli", "jax", "numpy", "numba", "httpx", "pyreqwest", "granian", "zstandard")
 FILES = 1024
@@ -99,14 +100,14 @@ def _files() -> Check:
 
 
 def _inodes(folder: Path) -> Check:
-    left = os.statvfs(_existing(folder)).f_favail
+    left = os.statvfs(existing(folder)).f_favail
     if 0 < left < INODES:
         fix = f"Remove small files from the disk of {folder}, or use another with --dir."
         return Check("inodes", "fail", f"{left:,} inodes are left for {folder}", fix)
     return Check("inodes", "ok", f"{left:,} inodes are left" if left else "the disk counts none")
 
 
-def _existing(folder: Path) -> Path:
+def existing(folder: Path) -> Path:
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -134,14 +135,19 @@ def against(
 
 
 def _disk(plan: Plan, folder: Path, *, serves: bool) -> Check:
-    free = shutil.disk_usage(_existing(folder)).free
+    free = shutil.disk_usage(existing(folder)).free
     # A checkpoint and its successor, images, and the frames that wait.
     need = 2 * plan.memory.host + plan.scenario.parameters * (4 + plan.scenario.up_bits / 8)
-    need += plan.memory.server_disk if serves else 0
+    need += plan.memory.server_disk + _reserve(plan) if serves else 0
     text = f"{bytes_(free)} are free for {folder}, about {bytes_(need)} are needed"
     if free < need:
         return Check("disk", "fail", text, "Make room, or use another disk with --dir.")
     return Check("disk", "ok" if free > 2 * need else "warn", text, "It will be nearly full.")
+
+
+def _reserve(plan: Plan) -> int:
+    """What the server never fills."""
+    return int(getattr(stores.build(plan.spec.server.store), "reserve", 0))
 
 
 def _memory(plan: Plan, devices: Sequence[DeviceNeeds], *, serves: bool) -> Check:
@@ -184,6 +190,10 @@ def _devices(needs: Sequence[DeviceNeeds], devices: FoundDevices | None) -> Chec
         if fullest.total > USABLE * devices.memory:
             change = f"`diloco plan --device {devices.memory / 1e9:.0f}GB` says what to change."
             return Check("devices", "fail", text, change)
+    if devices.count > most.devices:
+        idle = devices.count - most.devices
+        change = "Raise regions[].devices or regions[].mesh."
+        return Check("devices", "warn", f"{text}: {idle} will stand idle", change)
     if devices.platform == "cpu" and fullest.total > 4e9:
         return Check("devices", "warn", f"{text}; this model is large for a processor", fix)
     return Check("devices", "ok", text)

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from diloco_cli.system import logs
 from diloco_cli.system.process_end import exit_in_words
 from diloco_cli.system.wakeup import Wakeup, exit_at_once, stop_on_signals, wake_on_input
 from diloco_cli.wire.messages import Amendments, Joined, Run
-from diloco_cli.worker.agent.command_trainer import CommandTrainer
+from diloco_cli.worker.agent.command_trainer import CommandTrainer, filled
 from diloco_cli.worker.agent.join import RegionJoin, SharedSettings, order_of
 from diloco_cli.worker.agent.spec_correction import SpecCorrection, keep_or_correct
 from diloco_cli.worker.agent.sync_threads import Idle, Reporting, SyncThreads, terms_of
@@ -89,13 +89,15 @@ def work(
     leave: bool = False,
     hosts: FirstHost | None = None,
     failpoint: str = "",
+    look: Callable[[RunSpec], None] = lambda spec: None,
 ) -> int:
     """Runs one region until the run is finished or stopped; to `leave`, only until what it holds
     is merged, after which it is no member any more.
 
     `wait` is how long a server that does not answer is waited for at the start; later it
     may be away for any time. With `with_parent` the end of our standard input means that
-    whoever started us is gone. Of a region of several `hosts` this is the first.
+    whoever started us is gone. Of a region of several `hosts` this is the first. `look` raises
+    what would keep a trainer from starting here.
     """
     wakeup = Wakeup()
     mailbox = Mailbox(folder / "regions" / region)
@@ -113,7 +115,7 @@ def work(
         if hosts:
             agent.argv = [*argv, *hosts.options(spec, region)]
             agent.environment = hosts.environment()
-        agent.failpoint = failpoint
+        agent.failpoint, agent.look = failpoint, look
 
         def at_once(number: int) -> None:
             agent.kill_trainer()
@@ -133,15 +135,6 @@ def _argv(region: str, cores: Sequence[int] | None, spec_file: Path, folder: Pat
     own += ["--region", region, "--dir", str(folder)]
     own += logs.options()
     return own + (["--cores", ",".join(map(str, cores))] if cores else [])
-
-
-def _filled(command: Sequence[str], region: str, folder: Path) -> list[str]:
-    """A command of somebody else's, with what only the worker knows."""
-    known = {"{python}": sys.executable, "{region}": region, "{folder}": str(folder)}
-    words = list(command)
-    for name, value in known.items():
-        words = [word.replace(name, value) for word in words]
-    return words
 
 
 class Agent:
@@ -177,6 +170,7 @@ class Agent:
         """Of the trainer, where it differs from ours."""
         self.failpoint = ""
         """Set in the first trainer, for tests."""
+        self.look: Callable[[RunSpec], None] = lambda spec: None
         self.over = False
         """The run is, or this region leaves it for good."""
         self.retiring = False
@@ -211,6 +205,9 @@ class Agent:
                 join.begin_anew(about)
             join.check(about)
             join.remember_terms(terms_of(about))
+            if self.trainer is None:
+                self.settings.follow(terms_of(about))
+                self.look(self.settings.spec)
             self.connect = partial(self.connect, run=about.run)
             # Once it was there it may be away for any time.
             while (joined := self._join(join, server, about, wait=wait)) is not None:
@@ -434,7 +431,7 @@ class Agent:
         threads = {"OMP_NUM_THREADS": str(len(self.cores))} if self.cores else {}
         try:
             return CommandTrainer(
-                _filled(command, self.region, self.folder),
+                filled(command, self.region, self.folder),
                 self.mailbox,
                 self._record(),
                 self.log,

@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -141,3 +142,12 @@ class CommandTrainer:
             fifos, self._fifos = self._fifos, None
         for handle in fifos or ():
             os.close(handle)
+
+
+def filled(command: Sequence[str], region: str, folder: Path) -> list[str]:
+    """A command of somebody else's, with what only the worker knows."""
+    known = {"{python}": sys.executable, "{region}": region, "{folder}": str(folder)}
+    words = list(command)
+    for name, value in known.items():
+        words = [word.replace(name, value) for word in words]
+    return words

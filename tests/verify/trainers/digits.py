@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests import ROOT
 
-LOOP = "pipelines/own-trainer/digits.py"
+LOOP = str(ROOT / "pipelines" / "own-trainer" / "digits.py")
 POINTS = 1.0
 
 

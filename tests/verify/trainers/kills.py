@@ -26,7 +26,7 @@ from diloco_cli.worker.mailbox import Mailbox
 from tests import ROOT
 from tests.live.processes import Live
 
-LOOP = "pipelines/own-trainer/pytorch_loop.py"
+LOOP = str(ROOT / "pipelines" / "own-trainer" / "pytorch_loop.py")
 TORCHRUN = ["{python}", "-m", "torch.distributed.run", "--nproc-per-node=2"]
 REGIONS: list[dict] = [
     {"name": "jax"},
