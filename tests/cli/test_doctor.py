@@ -69,7 +69,7 @@ def found(count: int, memory: float | None = None) -> host.FoundDevices:
     [
         ("big", found(8, 80e9), "ok", "8 asked for by big"),
         ("big", found(4, 80e9), "fail", "4 of kind NVIDIA H100 80GB HBM3, 8 asked for by big"),
-        ("small", found(4, 80e9), "warn", "1 asked for by small; 38.3 MB of 80.0 GB needed on each: 3"),
+        ("small", found(4, 80e9), "warn", "80.0 GB needed on each: 3 will stand idle"),
         ("big", found(8, 1e6), "fail", "of 1.0 MB needed on each"),
         (None, found(4, 80e9), "fail", "8 asked for by big"),
     ],
