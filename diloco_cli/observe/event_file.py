@@ -56,7 +56,10 @@ class EventFile:
         if os.fstat(file).st_size + len(line) > self._most:
             self._move(file)
             file = self._current()
-        os.write(file, line)
+        if os.write(file, line) < len(line):
+            # The disk is full, and half a line is in the file: opened anew, it gets its end.
+            os.close(file)
+            self._file = None
 
     def close(self) -> None:
         for handle in (self._file, self._folder):

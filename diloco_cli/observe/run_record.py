@@ -18,6 +18,7 @@ from typing import Any
 from diloco_cli.errors import SpecError
 from diloco_cli.observe.events import Event, read_events
 from diloco_cli.observe.history import History
+from diloco_cli.observe.metrics_file import metrics_folders, read_metrics
 from diloco_cli.observe.status import Status, Summary
 
 Columns = Mapping[str, list[Any]]
@@ -41,6 +42,9 @@ class RunRecord:
     """The run over time: `at` (seconds since it began), `applied`, `tokens_per_second`, …"""
     regions: Mapping[str, Columns]
     """The same of each region: `at`, `loss`, `tokens_per_second`, …"""
+    metrics: Mapping[str, Columns]
+    """Of each region whose folder is here, finer, by its own word: `step`, `tokens`, `loss`,
+    `learning_rate`, `gradient_norm`, …"""
     evaluations: Columns
     """`at`, `tokens`, `loss`, `outer_step` of every evaluation of the global weights."""
     spec: str = ""
@@ -91,6 +95,7 @@ def read_run(folder: str | Path) -> RunRecord:
         _summary(folder / SUMMARY),
         document["run"],
         document["regions"],
+        {name: read_metrics(region) for name, region in metrics_folders(folder)},
         {
             name: [point[column] for point in points]
             for column, name in enumerate(("at", "tokens", "loss", "outer_step"))

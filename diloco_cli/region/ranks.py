@@ -123,6 +123,8 @@ class FollowingOuter:
         tokens: float,
         loss: SupportsFloat | None = None,
         cursor: Mapping[str, Any] | None = None,
+        learning_rate: SupportsFloat | None = None,
+        gradient_norm: SupportsFloat | None = None,
     ) -> None:
         """The leading process counts the step of all."""
         self.step += 1

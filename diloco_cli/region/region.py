@@ -195,7 +195,7 @@ class Region:
                 startup=startup,
             )
             loop.progress.why = STARTING
-            outer = Outer(loop, spec.inner_of(self.region))
+            outer = Outer(loop, engine, spec.inner_of(self.region))
             try:
                 loop.report()
                 parent.listen()
@@ -249,8 +249,10 @@ class Region:
 class Outer:
     """What a training loop asks before each of its steps, and says after it."""
 
-    def __init__(self, loop: OuterLoop[WeightsAndBooks], inner: InnerSpec) -> None:
-        self._loop, self._most = loop, inner.batch * inner.sequence
+    def __init__(
+        self, loop: OuterLoop[WeightsAndBooks], engine: RowsEngine, inner: InnerSpec
+    ) -> None:
+        self._loop, self._engine, self._most = loop, engine, inner.batch * inner.sequence
         self._began = time.monotonic()
         self._leader: LeadingWeights | None = None
         self.over = False
@@ -308,11 +310,14 @@ class Outer:
         tokens: float,
         loss: SupportsFloat | None = None,
         cursor: Mapping[str, Any] | None = None,
+        learning_rate: SupportsFloat | None = None,
+        gradient_norm: SupportsFloat | None = None,
     ) -> None:
         """Counts a step that was made: what it trained on, and where the loader now stands.
 
         `loss` may still be on a device: it is looked at after the next step. `cursor` is plain
-        data, as small as a loader's state can be; it comes back as `outer.cursor`.
+        data, as small as a loader's state can be; it comes back as `outer.cursor`. The last two
+        are for people: they come back in `regions/NAME/metrics.jsonl`.
         """
         if self.over:
             raise SpecError(
@@ -326,10 +331,16 @@ class Outer:
                 hint="Set inner.batch and inner.sequence of this region to the largest step that "
                 "its trainer makes.",
             )
-        detach = getattr(loss, "detach", None)  # A graph of a framework should not live on.
         own = self._loop.weights.cursor.own if cursor is None else _plain(cursor)
         self._loop.weights.stepped(Cursor(own=own), tokens)
-        self._loop.stepped(detach() if detach else loss, tokens, began=self._began)
+        self._engine.tell((_value(learning_rate), _value(gradient_norm)))
+        self._loop.stepped(_value(loss), tokens, began=self._began)
+
+
+def _value(number: SupportsFloat | None) -> SupportsFloat | None:
+    """Without the graph of a framework, which should not live on."""
+    detach = getattr(number, "detach", None)
+    return detach() if detach else number
 
 
 def _task(spec: RunSpec, region: str, terms: int) -> RegionTask:

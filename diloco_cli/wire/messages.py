@@ -295,6 +295,8 @@ class News(Message):
     """Number of the newest terms; `GET /v1/run` has the amendments that lead to them."""
     progress: Progress | None = None
     """Tokens of the run, trained by anybody ÷ its budget; None says nothing new."""
+    merged: Amount | None = None
+    """Tokens of all regions that are in the published weights; None says nothing new."""
     every: Count = 0
     """Inner steps between two exchanges of one fragment, under the newest terms."""
     lanes: LaneAssignment | None = None
@@ -370,6 +372,9 @@ class TrainerProgress(Request):
     """Share of what a device of this kind can do at best; none of a kind that is not known."""
     device_memory: Count | None = None
     """Bytes in use on the fullest device; none where devices do not say."""
+    learning_rate: Annotated[Number | None, BeforeValidator(_known)] = None
+    gradient_norm: Annotated[Number | None, BeforeValidator(_known)] = None
+    """Of a late inner step, before clipping; none of both where the trainer does not say."""
     step_seconds: Seconds = 0.0
     hosts: Annotated[tuple[HostTimes, ...], Field(max_length=MOST_HOSTS)] = ()
     """Of a region that has several: how fast each is by itself."""

@@ -199,6 +199,16 @@ def test_rows_of_another_form_are_refused_by_name(stage):
         outer._loop.weights.engine.read(stage.layout.fragments[0])
 
 
+def test_what_the_loop_says_of_its_steps_is_reported(stage):
+    with region(stage).join(NumpyWeights(first())) as outer:
+        for norm in (3.0, 2.0, np.float32(1.0)):
+            assert outer.go_on()
+            outer.stepped(tokens=1, loss=norm, learning_rate=0.25, gradient_norm=norm)
+    said = stage.mailbox.progress()
+    assert said is not None
+    assert (said.step, said.learning_rate, said.gradient_norm) == (3, 0.25, 2.0)
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [

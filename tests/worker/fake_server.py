@@ -228,6 +228,7 @@ class Connection:
         self._heard(f"whole {fragment} {version}")
         if self.counter.pruned and version < self.counter.versions()[fragment]:
             raise Gone("pruned")
+        self.down.moved(4 * SIZE, 0.1)
         return self.counter.frame(fragment, version, "whole")
 
     def chain(self, fragment: int, version: int, since: int) -> list[Frame] | None:

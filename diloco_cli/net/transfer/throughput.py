@@ -66,6 +66,8 @@ class Throughput:
         self.part_bytes, self.most_lanes = options.part_bytes, options.lanes
         self.least = min(LEAST_PART_BYTES, self.part_bytes)
         self.rate: float | None = None
+        self.total = 0
+        """Bytes moved so far, those of bodies that broke off too."""
         self._timeouts = options.timeouts
         self._grown = float(self.least)
         self._lifetime = math.inf
@@ -98,6 +100,8 @@ class Throughput:
 
     def moved(self, size: int, seconds: float, *, lanes: int = 1) -> None:
         """Takes note of what arrived over one connection while `lanes` were in use."""
+        with self._lock:
+            self.total += size
         if size < min(WORTH_MEASURING, self.least):
             return
         rate = lanes * size / max(seconds, 1e-6)

@@ -153,6 +153,7 @@ class Coordinator:
             lease_seconds=state.spec.server.lease,
             terms=ledger.terms,
             progress=state.rooms.progress(state),
+            merged=round(ledger.applied(state.settings.sizes), 1),
             every=state.sync.every,
             lanes=state.lanes.assignment(ledger, region),
             mend=self._differing(region),

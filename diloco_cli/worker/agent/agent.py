@@ -549,6 +549,7 @@ class Agent:
 
     def _say_goodbye(self, sync: SyncThreads) -> None:
         report = sync.report(stopping=True)
+        sync.note_metrics(report, last=True)
         sync.close()
         sync.wait(KILL_SECONDS)  # A heartbeat after the goodbye would revive the region.
         try:

@@ -28,6 +28,8 @@ from diloco_cli.net.client import Client, FencedError, Gone
 from diloco_cli.net.options import DEFAULTS, ONCE, Options, Retry, Timeouts
 from diloco_cli.net.transfer.throughput import Throughput
 from diloco_cli.observe.events import EventLog
+from diloco_cli.observe.metrics import blocked_share, staleness
+from diloco_cli.observe.metrics_file import MetricsFile, Traffic
 from diloco_cli.system.failpoints import reach
 from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.messages import (
@@ -48,6 +50,8 @@ SHORTEST_GAP = 0.05
 """Between two heartbeats, however often the trainer has progressed."""
 PATIENT = Retry(first=0.25, most=10.0)
 LONGEST_WHY = 1000
+TRAINING_FACTS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu")
+"""What a line of the metrics takes from the trainer's report as it is."""
 FINAL = ("returned", "refused", "foreign", "merged")
 
 
@@ -109,6 +113,7 @@ class SyncThreads:
         self.terms = mailbox.terms()
         """The newest amendments that are on our disk."""
         self._connect, self._options, self._events = connect, options, events
+        self._metrics, self._moved = MetricsFile(mailbox.folder), Traffic()
         self._on_mail, self._on_change = on_mail, on_change
         self._wakeups = {name: Wakeup() for name in ("heartbeat", "upload", "download")}
         self._lock = threading.Lock()
@@ -286,9 +291,29 @@ class SyncThreads:
         self.close()
         self._on_change()
 
+    def note_metrics(self, report: TrainerProgress, *, last: bool = False) -> None:
+        """Writes down how the training goes, if it does and a line is due."""
+        if isinstance(self.trainer, Idle) and not last:
+            return
+        up, down = self._links.get("upload"), self._links.get("download")
+        moved = Traffic(up.total if up else 0, down.total if down else 0)
+        self._metrics.traffic += moved - self._moved
+        self._moved = moved
+        fields = {
+            "tokens": self.news.merged,
+            "trained": round(max(report.tokens.trained), 1),
+            **{name: getattr(report, name) for name in TRAINING_FACTS},
+            "blocked": blocked_share(report.blocked, report.worked),
+            "staleness": staleness(
+                self.news.versions, [fragment.version for fragment in report.fragments]
+            ),
+        }
+        self._metrics.note(report.step, report.worked + report.blocked, fields, last=last)
+
     def _heartbeat(self, client: Client) -> None:
-        known = self.news.n
-        self.take(client.heartbeat(self.region, self.report()), known=known)
+        known, report = self.news.n, self.report()
+        self.note_metrics(report)  # Before it is sent: a server that is away loses no line.
+        self.take(client.heartbeat(self.region, report), known=known)
         if self.news.terms > self.terms.terms:
             self._learn_terms(client)
         self.closed.wait(SHORTEST_GAP)

@@ -58,6 +58,7 @@ from diloco_cli.worker.engines.protocol import (
     HeldWork,
     ShardedFolder,
     StepCost,
+    StepFacts,
     Vector,
 )
 
@@ -72,8 +73,9 @@ class JaxStep:
     cost: StepCost
 
     init_state: Callable[[Params], State]
-    step: Callable[[Params, State, np.ndarray], tuple[Params, State, jax.Array]]
-    """The loss is NaN when it, or the gradient, was not finite: then nothing has moved."""
+    step: Callable[[Params, State, np.ndarray], tuple[Params, State, jax.Array, jax.Array]]
+    """The loss is NaN when it, or the gradient, was not finite: then nothing has moved. Last come
+    the learning rate and the norm of the gradient before it was clipped."""
 
     gradient: Callable[[Params, np.ndarray], tuple[jax.Array, Params]]
     """The first half of a step, for those who average gradients before they move."""
@@ -132,6 +134,8 @@ class JaxEngine:
         self.state: State = None
         self._next = 0
         """Where the next step is in the learning-rate schedule, if this one counts."""
+        self._facts: tuple[jax.Array | None, jax.Array | None] = (None, None)
+        """Learning rate and gradient norm of the step before the last, and of the last."""
 
     def load(self, params: Arrays, optimizer: Arrays | None) -> bool:
         if isinstance(optimizer, SavedOptimizer):
@@ -159,9 +163,14 @@ class JaxEngine:
             self.state, self._next = at_place(self.state, place), place
 
     def step(self, tokens: np.ndarray) -> jax.Array:
-        params, state, loss = self._compiled.step(self.params, self.state, tokens)
+        params, state, loss, facts = self._compiled.step(self.params, self.state, tokens)
+        self._facts = self._facts[1], facts
         self.moved(params, state)
         return loss
+
+    def facts(self) -> StepFacts | None:
+        known = self._facts[0]
+        return None if known is None else StepFacts(*np.asarray(known).tolist())
 
     def moved(self, params: Params, state: State) -> None:
         """Goes on from the result of a step that was made for it."""
@@ -254,26 +263,35 @@ def make_step(
         )
     form = form_of(model, inner, mesh, separator)
     placement = place_model(model, stacked=form.remat == "block", mesh=mesh, transfer=transfer)
-    optimizer = inner_optimizer(placement, inner, rate)
+    optimizer, rates = inner_optimizer(placement, inner, rate), rate.build()
     gradient = _gradient(model.loss_fn(form=form), inner.accumulate, form)
 
-    def move(
+    def advanced(
         params: Params, state: State, loss: jax.Array, slope: Params
-    ) -> tuple[Params, State, jax.Array]:
+    ) -> tuple[Params, State, jax.Array, jax.Array]:
         # A step that is not finite changes nothing, so that one poisoned batch does not
         # undo a run; the loss it returns tells. A condition rather than a choice between old
         # and new: with both at hand XLA would keep a copy of the optimiser's averages.
-        sound = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(slope))
+        norm = optax.tree.norm(slope)
+        sound = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         def advance() -> tuple[Params, State]:
             updates, moved = optimizer.update(slope, state, params)
             return cast(Params, optax.apply_updates(params, updates)), moved
 
         new, moved = jax.lax.cond(sound, advance, lambda: (params, state))
-        return new, moved, jnp.where(sound, loss, jnp.nan)
+        facts = jnp.stack([jnp.asarray(rates(count_of(state)), jnp.float32), norm])
+        return new, moved, jnp.where(sound, loss, jnp.nan), facts
 
-    def step(params: Params, state: State, tokens: jax.Array) -> tuple[Params, State, jax.Array]:
-        return move(params, state, *gradient(params, tokens))
+    def move(
+        params: Params, state: State, loss: jax.Array, slope: Params
+    ) -> tuple[Params, State, jax.Array]:
+        return advanced(params, state, loss, slope)[:3]
+
+    def step(
+        params: Params, state: State, tokens: jax.Array
+    ) -> tuple[Params, State, jax.Array, jax.Array]:
+        return advanced(params, state, *gradient(params, tokens))
 
     jit = partial(
         _jit, placement, placement.of_state(jax.eval_shape(optimizer.init, placement.like()))
@@ -282,7 +300,7 @@ def make_step(
         placement=placement,
         cost=cost_of(model, inner, devices_of(mesh)),
         init_state=jit(optimizer.init, "params", "state"),
-        step=jit(step, "params state rows", "params state scalar", donate=(0, 1)),
+        step=jit(step, "params state rows", "params state scalar scalar", donate=(0, 1)),
         gradient=jit(gradient, "params rows", "scalar params"),
         move=jit(move, "params state scalar params", "params state scalar", donate=(0, 1)),
         loss=jax.jit(model.loss_fn(penalties=False, form=form)),
@@ -398,10 +416,15 @@ def _is_schedule(node: Any) -> TypeGuard[optax.ScaleByScheduleState]:
     return isinstance(node, optax.ScaleByScheduleState)
 
 
+def count_of(state: State) -> Any:
+    """What counts the places of the learning-rate schedule."""
+    nodes = jax.tree.leaves(state, is_leaf=_is_schedule)
+    return next((node.count for node in nodes if _is_schedule(node)), 0)
+
+
 def place_of(state: State) -> int:
     """Where the next step is in the learning-rate schedule."""
-    nodes = jax.tree.leaves(state, is_leaf=_is_schedule)
-    return next((int(np.asarray(node.count)) for node in nodes if _is_schedule(node)), 0)
+    return int(np.asarray(count_of(state)))
 
 
 def at_place(state: State, place: int) -> State:

@@ -52,6 +52,14 @@ class StepCost(NamedTuple):
         return self.tflops(steps) * 1e12 / self.peak if self.peak else None
 
 
+class StepFacts(NamedTuple):
+    """What is known of one inner step beside its loss."""
+
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    """Before it was clipped."""
+
+
 class HeldWork(Protocol):
     """What was held of a fragment at one step; it may not be computed yet."""
 
@@ -125,6 +133,10 @@ class Engine(Protocol):
 
     def memory(self) -> int | None:
         """Bytes in use on the fullest of its devices; None where they do not say."""
+        ...
+
+    def facts(self) -> StepFacts | None:
+        """Of the step before the last, which is done: waits for nothing. None if not known."""
         ...
 
 

@@ -10,7 +10,7 @@ import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
 
@@ -18,7 +18,14 @@ from diloco_cli.core.fragments import Fragment, Layout, Piece, Tensor, gather
 from diloco_cli.core.unmerged_work import Mix
 from diloco_cli.errors import SpecError
 from diloco_cli.wire.frame import Header, pack
-from diloco_cli.worker.engines.protocol import Arrays, EngineSnapshot, HeldWork, Vector, mixed
+from diloco_cli.worker.engines.protocol import (
+    Arrays,
+    EngineSnapshot,
+    HeldWork,
+    StepFacts,
+    Vector,
+    mixed,
+)
 
 MOST_NAMED = 8
 
@@ -59,6 +66,10 @@ class OptimizerState(Protocol):
         ...
 
 
+ToldFacts = tuple[SupportsFloat | None, SupportsFloat | None]
+"""Learning rate and gradient norm; they may still be on a device."""
+
+
 class RowsEngine:
     """One region's weights, which are somebody else's."""
 
@@ -67,6 +78,8 @@ class RowsEngine:
     ) -> None:
         self.weights, self.layout, self.optimizer = weights, layout, optimizer
         self._shapes = {tensor.name: tensor.shape for tensor in weights.tensors()}
+        self._told: tuple[ToldFacts, ToldFacts] = ((None, None), (None, None))
+        """Of the step before the last, and of the last."""
 
     def load(self, params: Arrays, optimizer: Arrays | None, *, steps: int = 0) -> bool:
         for fragment in self.layout.fragments:
@@ -132,6 +145,13 @@ class RowsEngine:
 
     def memory(self) -> int | None:
         return None
+
+    def tell(self, facts: ToldFacts) -> None:
+        """Takes what the owner of the loop says of a step."""
+        self._told = self._told[1], facts
+
+    def facts(self) -> StepFacts:
+        return StepFacts(*(None if fact is None else float(fact) for fact in self._told[0]))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from diloco_cli.wire.messages import (
     TextCursor,
     TrainerProgress,
 )
+from diloco_cli.worker.engines import StepFacts
 from diloco_cli.worker.mailbox import Mailbox
 from diloco_cli.worker.trainer.task import RegionTask
 from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
@@ -71,6 +72,7 @@ class ProgressReport:
         """Tells the agent how far we are."""
         averages = self.averages
         averages.read(now=time.monotonic())
+        facts = weights.engine.facts() or StepFacts()
         cost, steps = self.task.cost, averages.tokens_per_second / (self.task.tokens or 1)
         progress = TrainerProgress(
             step=weights.clock,
@@ -87,6 +89,8 @@ class ProgressReport:
             tflops=cost.tflops(steps) if cost else None,
             mfu=cost.mfu(steps) if cost else None,
             device_memory=weights.engine.memory(),
+            learning_rate=facts.learning_rate,
+            gradient_norm=facts.gradient_norm,
             step_seconds=averages.step_seconds,
             hosts=self._hosts(),
             worked=round(self._worked + averages.worked, 3),

@@ -8,6 +8,7 @@ import pytest
 from diloco_cli.errors import StoreError
 from diloco_cli.net.client import FencedError
 from diloco_cli.observe.events import EventLog, read_events
+from diloco_cli.observe.metrics_file import read_metrics
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Header, pack
 from diloco_cli.wire.messages import Answer, FragmentProgress, HeldOut, Joined, TrainerProgress
@@ -314,6 +315,26 @@ def test_heartbeats_say_what_the_trainer_says(courier, counter, mailbox):
     beat = counter.heartbeats[0]
     assert (beat.step, beat.training, beat.why, beat.restarts) == (12, True, "training", 2)
     assert beat.fragments[0].version == 3 and beat.loss is None and beat.heldout.loss == 2.5
+
+
+def test_reports_become_lines_on_disk_with_what_was_moved(courier, counter, mailbox):
+    blank = TrainerProgress.none(2)
+    trained = blank.tokens.model_copy(update={"trained": (64.0, 60.0)})
+    report = {"step": 12, "training": True, "worked": 9.0, "blocked": 1.0, "tokens": trained}
+    report |= {"learning_rate": 0.003, "gradient_norm": 1.5, "loss": 2.5}
+    mailbox.write_progress(blank.model_copy(update=report))
+    courier.start()
+    assert courier.up_to_date.wait(20)
+    counter.wait_for(lambda: bool(counter.heartbeats))
+    assert read_metrics(mailbox.folder)["step"] == [], "an earlier trainer's report says nothing"
+    courier.trainer = Reporting()
+    courier.wake()
+    counter.wait_for(lambda: bool(read_metrics(mailbox.folder)["step"]))
+    found = {name: column[0] for name, column in read_metrics(mailbox.folder).items()}
+    assert (found["step"], found["trained"], found["loss"]) == (12, 64.0, 2.5)
+    assert (found["learning_rate"], found["gradient_norm"]) == (0.003, 1.5)
+    assert (found["blocked"], found["staleness"]) == (0.1, 1)
+    assert found["bytes_down"] == 2 * 4 * SIZE, "two fragments came whole"
 
 
 def lanes(grant=1, position=0, **more):

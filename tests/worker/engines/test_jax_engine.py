@@ -43,7 +43,7 @@ def step_of(horizon: int, **options) -> JaxStep:
 
 def one_step(step: JaxStep, tokens: np.ndarray = TOKENS) -> tuple[dict[str, np.ndarray], float]:
     params = PLACEMENT.place(MODEL.init(0))
-    params, _, loss = step.step(params, step.init_state(params), tokens)
+    params, _, loss, _ = step.step(params, step.init_state(params), tokens)
     return PLACEMENT.fetch(params), float(loss)
 
 
@@ -57,10 +57,28 @@ def test_the_loss_falls(adamw):
     state = adamw.init_state(params)
     losses = []
     for _ in range(30):
-        params, state, loss = adamw.step(params, state, TOKENS)
+        params, state, loss, _ = adamw.step(params, state, TOKENS)
         losses.append(float(loss))
     assert losses[0] > 4 and losses[-1] < losses[0] / 2
     assert adamw.evaluate(params, [TOKENS]) < losses[-1]
+
+
+def test_a_step_says_its_rate_and_the_norm_of_its_gradient(adamw):
+    params = PLACEMENT.place(MODEL.init(0))
+    _, slope = adamw.gradient(params, TOKENS)
+    norm = np.sqrt(sum(float((np.asarray(values) ** 2).sum()) for values in slope.values()))
+    engine = adamw.engine()
+    engine.load(MODEL.init(0), None)
+    assert engine.facts() is None
+    rates = rates_of({"kind": "cosine", "warmup": 3}, RatePlan.of(inner(), 100).lr, horizon=100)
+    for place in range(4):
+        engine.step(TOKENS)
+        if place == 0:
+            assert engine.facts() is None, "the last step may not be done"
+        elif place == 1:
+            assert engine.facts() == pytest.approx((rates[0], norm), rel=1e-4)
+        else:
+            assert engine.facts().learning_rate == pytest.approx(rates[place - 1])
 
 
 def test_the_same_start_gives_the_same_bits(adamw):
@@ -142,7 +160,7 @@ def test_a_step_that_is_not_finite_moves_nothing_and_says_so(adamw):
     params = PLACEMENT.place(poisoned)
     state = adamw.init_state(params)
     before = [np.array(leaf) for leaf in jax.tree.leaves(state)]
-    params, state, loss = adamw.step(params, state, TOKENS)
+    params, state, loss, _ = adamw.step(params, state, TOKENS)
     assert np.isnan(float(loss))
     for name, values in poisoned.items():
         np.testing.assert_array_equal(np.asarray(params[name]), values)
@@ -195,7 +213,7 @@ def test_a_fragment_taken_out_stays_as_it_was_while_training_goes_on(adamw):
     vectors = [PLACEMENT.read(params, fragment) for fragment in LAYOUT.fragments]
     copies = PLACEMENT.fetch(params)
     for _ in range(3):
-        params, state, _ = adamw.step(params, state, TOKENS)
+        params, state, _, _ = adamw.step(params, state, TOKENS)
     weights = MODEL.init(0)
     for fragment, vector in zip(LAYOUT.fragments, vectors, strict=True):
         np.testing.assert_array_equal(vector, gather(weights, fragment))
@@ -206,7 +224,7 @@ def test_a_fragment_taken_out_stays_as_it_was_while_training_goes_on(adamw):
 def test_a_replaced_fragment_is_ours_alone_and_leaves_the_rest(adamw):
     params = PLACEMENT.place(MODEL.init(0))
     state = adamw.init_state(params)
-    params, state, _ = adamw.step(params, state, TOKENS)
+    params, state, _, _ = adamw.step(params, state, TOKENS)
     fragment, *others = LAYOUT.fragments
     rest = [PLACEMENT.read(params, other) for other in others]
     vector = shareable(np.linspace(-1, 1, fragment.size, dtype=np.float32))

@@ -50,7 +50,7 @@ def step() -> JaxStep:
 
 def train(step: JaxStep, params, state, numbers):
     for number in numbers:
-        params, state, _ = step.step(params, state, tokens(number))
+        params, state, _, _ = step.step(params, state, tokens(number))
     return params, state
 
 
