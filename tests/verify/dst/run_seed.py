@@ -169,14 +169,15 @@ class Play:
         for wish in setting.wishes:
             loop.call_later(wish.at, lambda wish=wish: loop.create_task(self._amend(wish)))
         loop.call_later(setting.faults_end, self._calm)
-        person = loop.create_task(self._watch())
+        people = [loop.create_task(each()) for each in (self._watch, self._supervise)]
         try:
             async with asyncio.timeout(setting.faults_end + PATIENCE):
                 await self.host.over
         except TimeoutError:
             raise Stuck(f"not finished after {loop.time() - BEGIN:.0f} s") from None
         finally:
-            person.cancel()
+            for person in people:
+                person.cancel()
 
     async def _watch(self) -> None:
         """Somebody looks how the run is, now and then."""
@@ -184,6 +185,19 @@ class Play:
             await asyncio.sleep(self.rng.uniform(1.0, 12.0))
             with suppress(Lost):
                 await self.network.ask("person", "GET", path, {})
+
+    async def _supervise(self) -> None:
+        """Whoever has left a finished run is started again once it is opened again."""
+        while True:
+            await asyncio.sleep(5.0)
+            coordinator = self.host.coordinator
+            if coordinator is None or coordinator.state.ledger.finished:
+                continue
+            for worker in self.workers:
+                if worker.done:
+                    worker.done = False
+                    worker.die()
+                    worker.start()
 
     async def _amend(self, wish: Wish) -> None:
         """An operator asks until there is an answer; two of them may ask at once."""

@@ -61,9 +61,14 @@ class Operator:
         """The next amendment, or the last one again if its answer was lost."""
         if self._open is None:
             keys = self._rng.sample([*CHOICES], self._rng.randint(1, 2))
-            settings = {key: self._rng.choice(CHOICES[key]) for key in keys}
+            settings = {key: self._other(key) for key in keys}
             self._open = Amend(id=secrets.token_hex(8), set=settings, sure=True)
         return self._open
+
+    def _other(self, key: str) -> Any:
+        """A value that the key does not have now: the same again would be no amendment."""
+        values = [request.set[key] for request in self.made if key in request.set]
+        return self._rng.choice([each for each in CHOICES[key] if each not in values[-1:]])
 
     def send(self) -> bool:
         """Sends it once; says whether it was answered."""
@@ -109,8 +114,9 @@ def amend_and_kill(folder: Path, amendments: int, kills: int, seed: int) -> str:
         stage.start()
         stage.add_clients()
         stage.until_accepted(4)
-        for number in range(amendments):
-            if number in struck:
+        turn = 0
+        while len(operator.made) < amendments:
+            if turn in struck:
                 # Somewhere between the request's first byte and well after its answer.
                 blow = threading.Timer(rng.uniform(0.0, 0.06), stage.kill)
                 stage.url()
@@ -122,6 +128,7 @@ def amend_and_kill(folder: Path, amendments: int, kills: int, seed: int) -> str:
                 stage.start()
             stage.until_accepted(1)
             stage.wait(operator.send)
+            turn += 1
         stage.until_published()
         stage.kill()
         found = stage.check()
@@ -132,7 +139,7 @@ def amend_and_kill(folder: Path, amendments: int, kills: int, seed: int) -> str:
         stage.close()
     versions = sum(line.version for line in found.lines)
     return (
-        f"{amendments} amendments asked for, {len(_recorded(folder))} made, {len(struck)} kills, "
+        f"{len(_recorded(folder))} amendments made in {turn} turns, {len(struck)} kills, "
         f"{stage.accepted} frames acknowledged, lost 0, doubled 0, {stage.made_again} of "
         f"{versions} versions recomputed, all equal"
     )
