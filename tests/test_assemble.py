@@ -65,6 +65,20 @@ def test_a_mesh_whose_tensor_does_not_divide_the_heads_is_refused_for_each_kind_
     assert len(problems(heads, "regions.1.mesh={tensor: 8}")) == 2
 
 
+@pytest.mark.parametrize(
+    "model, tensor, option",
+    [
+        ("{kind: gemma4, size: tiny, vocabulary: 256}", 2, "1 full_kv_heads"),
+        ("{kind: decoder, width: 32, heads: 4, ffn: 6, experts: 3, active: 1}", 4, "6 ffn"),
+    ],
+)
+def test_what_tensor_must_divide_in_other_families(model: str, tensor: int, option: str):
+    (found,) = problems(f"model={model}", f"regions.1.mesh={{tensor: {tensor}}}")
+    assert found.message == f"is {tensor}, which does not divide the model's {option}"
+    # Three experts are cut alike, so that two devices share each of them.
+    assert spec(f"model={model}", f"regions.1.mesh={{fsdp: {tensor}}}", "inner.batch=8")
+
+
 def test_a_model_that_says_nothing_of_its_parts_trains_in_the_plain_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -138,6 +138,14 @@ class Gemma4(Transformer):
     def _full(self) -> AttentionShape:
         return self.shape.attention[-1]
 
+    def tensor_counts(self) -> dict[str, int]:
+        sliding, full = self.shape.attention[0], self._full
+        return {
+            "heads": sliding.heads,
+            "kv_heads": sliding.kv_heads,
+            "full_kv_heads": full.kv_heads,
+        }
+
     @property
     def penalty(self) -> float:
         return self.z_loss

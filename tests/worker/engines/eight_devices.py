@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -21,6 +22,9 @@ from diloco_cli.core.fragments import cut, gather
 from diloco_cli.core.unmerged_work import DROP, KEEP, Mix
 from diloco_cli.models.attention_flax import splash
 from diloco_cli.models.decoder import Decoder
+from diloco_cli.models.experts_flax import dense, ragged, routed
+from diloco_cli.models.gemma import Gemma4
+from diloco_cli.models.transformer import ExpertShape, Transformer
 from diloco_cli.spec.schema import InnerSpec, RegionSpec
 from diloco_cli.wire.chunks import CHUNK
 from diloco_cli.wire.frame import Header, pack
@@ -62,10 +66,57 @@ CODECS = [
 MIXES = {"rebase": Mix(1.0, 1.0), "keep": KEEP, "drop": DROP, "blend": Mix(0.5, 0.5)}
 
 
-def step_on(mesh: dict[str, int], form: dict[str, Any]) -> JaxStep:
+OTHERS: dict[str, Transformer] = {
+    "gemma4": Gemma4(
+        size="tiny",
+        layers=2,
+        pattern="sf",
+        width=32,
+        ffn=64,
+        vocabulary=104,
+        kv_heads=2,
+        full_kv_heads=2,
+        head=8,
+        full_head=16,
+        window=5,
+        softcap=5.0,
+        scalars=(1.25, 0.5),
+    ),
+    "experts": Decoder(
+        layers=2, width=32, heads=4, kv_heads=2, ffn=16, vocabulary=104, experts=4, active=2
+    ),
+}
+"""Layers of two kinds; feed-forwards of which each token takes two."""
+
+
+def step_on(mesh: dict[str, int], form: dict[str, Any], model: Transformer = MODEL) -> JaxStep:
     region = RegionSpec.model_validate({"name": "paris", "mesh": mesh})
     inner = InnerSpec(batch=8, sequence=16, **form)
-    return make_step(MODEL, inner, RatePlan.of(inner, 50), mesh=open_mesh(region))
+    return make_step(model, inner, RatePlan.of(inner, 50), mesh=open_mesh(region))
+
+
+def other(model: Transformer, name: str) -> dict[str, Any]:
+    """Trains a model of another family on one of the meshes."""
+    step = step_on(*MESHES[name], model=model)
+    engine = step.engine()
+    engine.load(model.init(0), None)
+    losses = [float(engine.step(batch)) for batch in BATCHES]
+    leaves = [*jax.tree.leaves(engine.state), *engine.params.values()]
+    most = max(bytes_on(device, leaves) for device in jax.devices())
+    return {"losses": losses, "share": most / sum(leaf.nbytes for leaf in leaves)}
+
+
+def sorted_experts(step: JaxStep) -> float:
+    """What accelerators do with experts on a mesh, against what processors do; the difference."""
+    source = np.random.default_rng(4)
+    x, *matrices = (
+        jnp.asarray(source.standard_normal(shape, np.float32))
+        for shape in ((16, 6), (3, 6, 4), (3, 6, 4), (3, 4, 6))
+    )
+    route = routed(jnp.asarray(source.standard_normal((16, 3), np.float32)), ExpertShape(3, 2))
+    weights = matrices[0], matrices[1], matrices[2]
+    ours = jax.jit(lambda x: ragged(x, route, weights, jax.nn.silu, step.placement.mesh))(x)
+    return float(np.abs(np.asarray(ours) - dense(x, route, weights, jax.nn.silu)).max())
 
 
 def account(step: JaxStep) -> tuple[dict[str, Any], EngineSnapshot]:
@@ -278,6 +329,10 @@ def main() -> None:
     mesh = steps["all three, scanned"].placement.mesh
     q, k, v = queries_keys_values(batch=4, sequence=128, heads=4, kv_heads=2, head=32)
     difference = np.asarray(splash(q, k, v, mesh, interpret=True)) - by_hand(q, k, v)
+    found["others"] = {
+        family: {name: other(model, name) for name in names} for family, model in OTHERS.items()
+    }
+    found["sorted experts"] = sorted_experts(steps["fsdp × tensor"])
     found["splash"] = float(np.abs(difference).max())
     print(json.dumps(found))
 

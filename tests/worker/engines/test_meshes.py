@@ -38,6 +38,21 @@ def test_losses_are_those_of_one_device(found, mesh):
     assert found[mesh]["heldout"] == pytest.approx(found["one"]["heldout"], abs=1e-5)
 
 
+@pytest.mark.parametrize("family", ["gemma4", "experts"])
+def test_losses_of_other_families_too(found, family):
+    """Layers of two kinds; experts, whose router must send every token where it did."""
+    one, *meshes = found["others"][family].values()
+    assert max(one["losses"]) - min(one["losses"]) > 0.01
+    for mesh in meshes:
+        assert mesh["losses"] == pytest.approx(one["losses"], abs=1e-5)
+        # Twice on eight devices at the most, and the norms.
+        assert mesh["share"] < 1 / 4 + 0.03
+
+
+def test_experts_that_work_on_their_own_tokens_do_so_on_a_mesh(found):
+    assert found["sorted experts"] < 1e-4
+
+
 def test_bfloat16_rounds_the_losses_and_no_more(found):
     rounded, exact = found["bfloat16"]["losses"], found["one"]["losses"]
     assert rounded == pytest.approx(exact, abs=2e-2)
