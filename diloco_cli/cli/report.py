@@ -1,4 +1,4 @@
-"""Commands that show a run to others: report, compare."""
+"""Commands that show a run to others: report, compare, observe."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco_cli.cli.status import TargetArgument
+from diloco_cli.observe.sinks import Tool
 from diloco_cli.run.find_credential import CertsOption, for_calls
 
 if TYPE_CHECKING:
     from diloco_cli.observe.page.report import Environment
     from diloco_cli.observe.run_record import RunRecord
+    from diloco_cli.observe.sinks import Sink
+    from diloco_cli.observe.sinks.points import Point, RunPoints
+    from diloco_cli.system.wakeup import Signals
+
+LOOK_SECONDS = 2.0
+QUIET_LOOKS = 5
+"""So often nobody may work on a run that is followed before it is over."""
 
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The HTML file to write.")]
 
@@ -24,6 +32,7 @@ def register(app: typer.Typer) -> None:
     """Adds the commands of this module."""
     app.command()(report)
     app.command()(compare)
+    app.command()(observe)
 
 
 def report(
@@ -65,6 +74,90 @@ def compare(
         raise SpecError("There is one run to compare.", hint="Name two or more.")
     records = [_record(target, certs) for target in targets]
     _write(out, comparison(records, _environment()))
+
+
+def observe(
+    target: TargetArgument = None,
+    to: Annotated[Tool, typer.Option("--to", help="The tool that shows it.")] = Tool.tensorboard,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out",
+            metavar="FOLDER|URL",
+            help="Where to: a folder, FOLDER/observe/TOOL of the run when left out; of otlp the "
+            "collector's URL, OTEL_EXPORTER_OTLP_ENDPOINT when left out.",
+        ),
+    ] = None,
+    follow: Annotated[
+        bool,
+        typer.Option(help="Go on until the run ends, or only pass on what there is now."),
+    ] = True,
+) -> None:
+    """Pass a run's curves on to TensorBoard, Weights & Biases, a collector or CSV files.
+
+    One series per region and one of the run, over merged tokens, from the beginning. The run's
+    folder is only read; a run that is over is passed on whole.
+    """
+    from diloco_cli.errors import SpecError
+    from diloco_cli.observe.sinks import open_sink
+    from diloco_cli.observe.sinks.points import ObservedRun, RunPoints
+    from diloco_cli.run.folder import find
+    from diloco_cli.system.wakeup import Signals
+
+    found = find(target)
+    if found.folder is None:
+        raise SpecError(
+            f"{found.url} is a server; curves are passed on from the run's folder.",
+            hint="Name the folder, on the server's host or on a region's, or a copy of it.",
+        )
+    run = ObservedRun(found.folder)
+    sink = open_sink(to, run, out)
+    typer.echo(f"{run.name} goes to {sink.where}", err=True)
+    with Signals() as signals:
+        try:
+            count = _pass_on(RunPoints(run), sink, signals, follow=follow)
+        finally:
+            sink.close()
+    typer.echo(f"{count} points were passed on", err=True)
+    if signals.first:
+        raise typer.Exit(signals.exit_code)
+
+
+def _pass_on(points: RunPoints, sink: Sink, signals: Signals, *, follow: bool) -> int:
+    """Gives a sink all there is, and what comes, until nobody works on the run; says how much."""
+    from diloco_cli.run.folder import is_going_on, last_summary
+
+    folder, count = points.run.folder, 0
+    quiet = QUIET_LOOKS  # A run that nobody works on at first is over; later it may be a restart.
+    while True:
+        quiet = 0 if is_going_on(folder) else quiet + 1
+        ended = quiet and (summary := last_summary(folder)) and summary.over
+        over = bool(not follow or ended or quiet > QUIET_LOOKS)
+        while not signals.first and (found := points.more(over=over)):
+            _deliver(found, sink, signals, patient=bool(count) and not over)
+            count += len(found)
+        if over or signals.first:
+            return count
+        signals.pause(LOOK_SECONDS)
+
+
+def _deliver(points: list[Point], sink: Sink, signals: Signals, *, patient: bool) -> None:
+    """Waits for a sink that has taken points before and takes none now."""
+    from diloco_cli.errors import LinkError
+
+    said = False
+    while True:
+        try:
+            return sink.write(points)
+        except LinkError as error:
+            if signals.first:
+                return None
+            if not patient:
+                raise
+            if not said:
+                typer.echo(f"{error.message} Trying again; Ctrl-C ends this.", err=True)
+            said = True
+            signals.pause(LOOK_SECONDS)
 
 
 def _record(target: str | None, certs: Path | None) -> RunRecord:

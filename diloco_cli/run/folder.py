@@ -172,6 +172,12 @@ def runner_of(folder: Path) -> int | None:
     return int(pid) if pid and pid.isdigit() else None
 
 
+def is_going_on(folder: Path) -> bool:
+    """Says whether a process of this host works on the run: its server, a region, or both."""
+    locks = [folder / "run.lock", folder / "server" / "lock", *folder.glob("regions/*/lock")]
+    return not all(FileLock(path).is_free() for path in locks)
+
+
 def refuse_foreign(folder: Path) -> None:
     """Raises unless a run may live here: no folder yet, an empty one, or that of a run."""
     if folder.exists() and not folder.is_dir():
