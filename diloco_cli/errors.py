@@ -62,9 +62,11 @@ class WireError(DilocoError):
 
 
 class LinkError(DilocoError):
-    """The other side cannot be reached."""
+    """The other side cannot be reached, or is in reach and cannot do it now."""
 
     exit_code = 4
+    answered = False
+    """It was reached, and said so itself."""
 
 
 class StoreError(DilocoError):

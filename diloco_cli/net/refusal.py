@@ -89,7 +89,9 @@ def refusal(url: str, status: int, body: bytes) -> DilocoError:
         return Gone(message, hint=hint)
     if 400 <= status < 500:
         return WireError(message, hint=hint)
-    return LinkError(f"{url} answered {status}: {message}", hint=hint)
+    failure = LinkError(f"{url} answered {status}: {message}", hint=hint)
+    failure.answered = True
+    return failure
 
 
 def other_wire(url: str, theirs: object) -> WireError:

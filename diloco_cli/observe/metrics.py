@@ -119,6 +119,31 @@ def staleness(published: Sequence[int], adopted: Sequence[int]) -> int:
     return max((max(0, new - old) for new, old in zip(published, adopted, strict=True)), default=0)
 
 
+def slow_line(
+    *,
+    up: tuple[float | None, float | None],
+    down: tuple[float | None, float | None],
+    fragments: int,
+    cycle_seconds: float,
+) -> str:
+    """Says that a line cannot keep up with the training on it; empty if it can, or who knows.
+
+    `up` and `down` are bytes of a frame and bytes per second; in `cycle_seconds` every fragment
+    goes each way once.
+    """
+    slow = []
+    for word, (size, rate) in (("up", up), ("down", down)):
+        if not size or not rate or cycle_seconds <= 0:
+            continue
+        seconds = size / rate
+        if fragments * seconds > cycle_seconds:
+            slow.append(
+                f"{bytes_(rate)}/s {word}, a frame of {bytes_(size)} takes {seconds:.0f} s, and "
+                f"{fragments} are due every {cycle_seconds:.0f} s"
+            )
+    return f"slow line: {'; '.join(slow)}" if slow else ""
+
+
 def seconds_left(points: Sequence[tuple[float, float]], budget: float) -> float | None:
     """Estimates the time to the budget from (time, applied tokens); None if there is no telling."""
     if len(points) < 2:

@@ -14,6 +14,7 @@ from diloco_cli.observe.metrics import (
     goodput,
     goodputs,
     overshoot,
+    slow_line,
     staleness,
 )
 from diloco_cli.observe.status import (
@@ -375,15 +376,17 @@ def _region_why(coordinator: Coordinator, name: str, lease: Lease | None) -> str
     state = coordinator.state
     if why := _retired(coordinator, name):
         return why
+    credential = state.credential_trouble(name)
     if lease is None:
-        return f"not joined yet (`diloco work … --region {name}`)"
+        return credential or f"not joined yet (`diloco work … --region {name}`)"
     now, heartbeat = state.clock(), lease.heartbeat
     if _done(coordinator, name):
         return ""
     if heartbeat and heartbeat.stopping:
         return heartbeat.why
     if now >= lease.until:
-        return f"silent for {now - lease.seen:.0f} s"
+        silent = f"silent for {now - lease.seen:.0f} s"
+        return f"{silent}: {credential}" if credential else silent
     if heartbeat is None:
         return "joined, no report yet"
     if (conduct := state.ledger.conduct.get(name)) and conduct.quarantined:
@@ -391,6 +394,22 @@ def _region_why(coordinator: Coordinator, name: str, lease: Lease | None) -> str
     if heartbeat.why:
         return heartbeat.why
     owed = [str(f) for f in state.ledger.calls() if name not in state.ledger.slots[f].waiting]
-    if owed:
-        return f"asked for fragment {', '.join(owed)}"
-    return "training" if heartbeat.training else "not training"
+    asked = f"asked for fragment {', '.join(owed)}" if owed else ""
+    if slow := _slow_line(coordinator, heartbeat):
+        return "; ".join(filter(None, (slow, asked)))
+    return asked or ("training" if heartbeat.training else "not training")
+
+
+def _slow_line(coordinator: Coordinator, heartbeat: Heartbeat) -> str:
+    state, wire = coordinator.state, _wire(coordinator)
+    largest = max(state.settings.sizes)
+
+    def frame(bits: float | None) -> float | None:
+        return None if bits is None else largest * bits / 8
+
+    return slow_line(
+        up=(frame(wire.bits_per_parameter_up), heartbeat.link_up),
+        down=(frame(wire.bits_per_parameter_down), heartbeat.link_down),
+        fragments=len(state.settings.sizes),
+        cycle_seconds=state.sync.every * (heartbeat.step_seconds or 0.0),
+    )

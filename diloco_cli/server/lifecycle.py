@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 ECHO_SECONDS = 0.1
 """`timeout` signals its child and then the child's group: that is one request, not two."""
 
+LATE_LEASES = 30
+"""For so many a run that has finished is served for members that have not heard of it."""
+
 SHUTDOWN_SECONDS = 5.0
 """Requests under way get this long to finish."""
 
@@ -140,6 +143,8 @@ async def _serve(
         _watch_signals(coordinator)
         if with_parent:
             _watch_parent(coordinator)
+        elif coordinator.state.finished_at is None:
+            coordinator.late_leases = LATE_LEASES  # Members on other hosts may come back.
         await listener.start()
         conducting = asyncio.create_task(coordinator.run())
         recording = asyncio.create_task(recorder.run(coordinator))

@@ -355,7 +355,7 @@ class EvaluateSpec(Section):
     """Batches of held-out text in one evaluation."""
 
     region: Name | None = None
-    """Who evaluates; the first live region when left out."""
+    """Who evaluates; a live region whose copies are fresh when left out."""
 
 
 class FaultSpec(Section):

@@ -126,3 +126,42 @@ async def test_an_outage_of_the_server_costs_goodput_and_a_rest_of_the_run_does_
     await bench.round(1)  # The journal remembers the outage.
     assert await elapsed_after(20.0) == pytest.approx(bench.clock.now - began)
     assert await elapsed_after(50_000.0) < 200.0
+
+
+def why(bench: Bench, name: str) -> str:
+    regions = {region.name: region for region in build_status(bench.server, "").regions}
+    return regions[name].why
+
+
+@in_a_loop
+async def test_a_slow_line_is_said_with_its_rate_its_frame_and_the_time_it_takes(tmp_path):
+    bench = await joined(tmp_path)
+    await bench.round(0)
+    said = {"training": True, "step_seconds": 0.5, "link_down": 2.0, "link_up": 1e6}
+    await bench.beat("iowa", **said)
+    told = why(bench, "iowa")
+    assert told.startswith("slow line: 2 B/s down, a frame of ") and " up" not in told
+    assert " takes " in told and " are due every " in told
+    await bench.beat("paris", **(said | {"link_down": 1e6}))
+    assert "slow" not in why(bench, "paris")
+
+
+@in_a_loop
+async def test_a_region_whose_credential_is_no_good_is_not_only_silent(tmp_path):
+    bench = await joined(tmp_path)
+    await bench.beat("iowa", 1.0)
+    bench.state.credential_trouble = lambda name: f"that of {name} is revoked"
+    assert "revoked" not in why(bench, "iowa"), "it is still there"
+    bench.clock.now += 11
+    assert why(bench, "iowa") == "silent for 11 s: that of iowa is revoked"
+
+
+@in_a_loop
+async def test_a_full_disk_is_in_the_servers_log_once(tmp_path, caplog):
+    caplog.set_level("INFO")
+    bench = await joined(tmp_path)
+    for _ in range(3):
+        bench.state.disk_full("upload", FULL)
+    bench.state.disk_has_room("upload")
+    told = [message for message in caplog.messages if "free bytes" in message or "room" in message]
+    assert len(told) == 2

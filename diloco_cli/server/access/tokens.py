@@ -140,6 +140,20 @@ class TokenList:
             )
         return Caller(entry.role, entry.name)
 
+    def trouble_of(self, region: str) -> str:
+        """Says in words why no credential of a region opens anything; empty if one does."""
+        self._refresh()
+        own = [each for each in self._entries if (each.role, each.name) == ("upload", region)]
+        if self._trouble or any(each.state(self._clock()) == "valid" for each in own):
+            return ""
+        again = f"`diloco certs issue --region {region}` makes a new one"
+        if not own:
+            return f"it has no credential; {again}"
+        last = max(own, key=lambda each: each.issued)
+        state, when = last.state(self._clock()), last.revoked or last.expires
+        day = time.strftime("%Y-%m-%d %H:%M", time.localtime(when))
+        return f"its credential is {state} since {day}; {again}"
+
     def _find(self, sha256: str) -> TokenEntry | None:
         """Compares with every hash, in a time that says nothing about any of them."""
         match = None

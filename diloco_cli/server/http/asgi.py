@@ -60,6 +60,8 @@ def make_app(
     routes = Routes(coordinator, events, url, lambda: openapi(release), history)
     access = AccessCheck(tokens)
     state = coordinator.state
+    if tokens:
+        state.credential_trouble = tokens.trouble_of
 
     def model_bytes() -> int:
         sizes, codecs = state.settings.sizes, state.history.up_codecs

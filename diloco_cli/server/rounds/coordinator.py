@@ -10,6 +10,7 @@ recorded it: no region is ever told what a crash could take back.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, assert_never
@@ -47,6 +48,7 @@ from diloco_cli.core.rounds import (
     Returned,
     Round,
 )
+from diloco_cli.observe.metrics import staleness
 from diloco_cli.server.refusals import HttpRefusal
 from diloco_cli.server.rounds.amendments import amend
 from diloco_cli.server.rounds.claims import record_accepted
@@ -82,6 +84,9 @@ class Coordinator:
         self.done = asyncio.Event()
         """Set when there is nothing left to serve for."""
         self._stop_at: Seconds = 0.0
+        self._evaluating = ""
+        self.late_leases = 1
+        """For how many a finished run is served while members have not heard of it."""
 
     # What regions ask
 
@@ -269,12 +274,29 @@ class Coordinator:
         )
 
     def evaluator(self) -> str | None:
-        """The one live region that evaluates the global weights."""
+        """The one live region that evaluates the global weights: one whose copies are fresh."""
         live, spec = self.state.live(), self.state.spec
         # A trainer that is not ours may have no way to measure.
         able = {name for name in live if spec.region(name).trainer is None} or live
-        chosen = spec.evaluate.region or min(able, default=None)
-        return chosen if chosen in live else None
+        if spec.evaluate.region:
+            return spec.evaluate.region if spec.evaluate.region in live else None
+        # Held-out texts may differ, so whoever began goes on unless it falls behind.
+        patience = max(2, spec.sync.staleness)
+        if self._evaluating not in able or self._behind(self._evaluating) > patience:
+            behind = {name: self._behind(name) for name in able}
+            freshest = min(able, key=lambda name: (behind[name], name), default="")
+            late = behind.get(self._evaluating, math.inf)
+            if math.isinf(late) or late > behind[freshest] + patience:
+                self._evaluating = freshest
+        return self._evaluating or None
+
+    def _behind(self, region: str) -> float:
+        """Versions that a region is behind; of one that has not trained yet there is no telling."""
+        heartbeat = self.state.leases.all[region].heartbeat
+        if heartbeat is None or not (heartbeat.training or heartbeat.step):
+            return math.inf
+        published = [slot.version for slot in self.state.ledger.slots]
+        return staleness(published, [fragment.version for fragment in heartbeat.fragments])
 
     # What operators ask
 
@@ -420,7 +442,7 @@ class Coordinator:
             if state.leases.all_leaving():
                 self.done.set()
             here = state.leases.here(now=now)
-            limits.append(state.finished_at + (PATIENCE if here else 1) * lease)
+            limits.append(state.finished_at + (PATIENCE if here else self.late_leases) * lease)
         if state.stopping:
             waits = state.everyone and state.leases.here(now=now)
             limits.append(self._stop_at + lease if waits else now)

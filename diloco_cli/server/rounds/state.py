@@ -10,6 +10,7 @@ decision, its record and its effect are one act, and no lock is needed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,6 +43,8 @@ from diloco_cli.system.failpoints import reach
 from diloco_cli.system.files import DiskFull
 
 Seconds = float
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Written = Literal["journal", "version", "upload"]
 
@@ -88,6 +91,8 @@ class State:
         """Regions are to stop as well; otherwise only this server does."""
         self._full: dict[str, tuple[Seconds, str]] = {}
         """What the disk had no room for, by what was to be written: when and in which words."""
+        self.credential_trouble: Callable[[str], str] = lambda region: ""
+        """Says why a region's credential opens nothing, where the server asks for one."""
         self.failure: BaseException | None = None
         self.closed = False
         self.wake = asyncio.Event()
@@ -250,11 +255,13 @@ class State:
         why = f"{error.message} {error.hint or ''}".strip()
         if not self.trouble:
             self.note("note", why=why)
+            log.warning(why)
         self._full[what] = (self.clock(), why)
 
     def disk_has_room(self, what: Written) -> None:
         """Forgets the trouble with something that could be written now."""
-        self._full.pop(what, None)
+        if self._full.pop(what, None) and not self.trouble:
+            log.info("what had no room could be written")
 
     def announce(self) -> None:
         """Lets everyone who waits look again."""

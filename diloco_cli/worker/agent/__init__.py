@@ -6,6 +6,7 @@ trainer is kept running. Start with agent.py.
     trainer_settings.py   the region's own file with the amendments of the run over it
     spec_correction.py    may a worker come with another spec than its folder's run began with?
     sync_threads.py       the traffic between mailbox and server while one epoch lasts
+    link_state.py         is the server in reach, and if so, what does not get through?
     published_weights.py  brings the region's copy of the published weights up to date
     trainer_process.py    the trainer as a process: started by us, or taken over
     command_trainer.py    a training program that is not ours, as a process

@@ -18,7 +18,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,19 +30,25 @@ from diloco_cli.net.credentials import NOBODY, Credentials
 from diloco_cli.net.options import DEFAULTS, ONCE, Options, Retry
 from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.system import logs
 from diloco_cli.system.process_end import exit_in_words
 from diloco_cli.system.wakeup import Wakeup, exit_at_once, stop_on_signals, wake_on_input
 from diloco_cli.wire.messages import Amendments, Joined, Run
 from diloco_cli.worker.agent.command_trainer import CommandTrainer, filled
 from diloco_cli.worker.agent.join import RegionJoin, SharedSettings, order_of
 from diloco_cli.worker.agent.spec_correction import SpecCorrection, keep_or_correct
-from diloco_cli.worker.agent.sync_threads import Idle, Reporting, SyncThreads, terms_of
+from diloco_cli.worker.agent.sync_threads import (
+    FETCHING,
+    Idle,
+    Reporting,
+    SyncThreads,
+    terms_of,
+)
 from diloco_cli.worker.agent.trainer_process import (
     InheritedTrainer,
     TrainerProcess,
     how_far,
     take_over,
+    trainer_argv,
 )
 from diloco_cli.worker.agent.trainer_settings import BuildSpec, TrainerSettings
 from diloco_cli.worker.handover import OWN_TRAINER, TERMS, HandoverRecord
@@ -107,7 +112,7 @@ def work(
         correction = keep_or_correct(spec, folder)
         settings = TrainerSettings(mailbox, region, spec, build)
         own = spec.region(region).trainer
-        argv = OWN_TRAINER if own else _argv(region, cores, mailbox.spec_file, folder)
+        argv = OWN_TRAINER if own else trainer_argv(region, cores, mailbox.spec_file, folder)
         options = Options(rate_limit=spec.wire.bits_per_second, credentials=credentials)
         agent = Agent(settings, folder, server_url, shared, wakeup, argv=argv, options=options)
         agent.correction, agent.cores = correction, tuple(cores or ())
@@ -128,13 +133,6 @@ def work(
         if hosts is None:
             return agent.run(wait=wait)
         return hosts.tell_the_end(lambda: agent.run(wait=wait), lambda: agent.over)
-
-
-def _argv(region: str, cores: Sequence[int] | None, spec_file: Path, folder: Path) -> list[str]:
-    own = [sys.executable, "-m", "diloco_cli", "trainer", str(spec_file)]
-    own += ["--region", region, "--dir", str(folder)]
-    own += logs.options()
-    return own + (["--cores", ",".join(map(str, cores))] if cores else [])
 
 
 class Agent:
@@ -204,6 +202,9 @@ class Agent:
                 self._stop_trainer()
                 join.begin_anew(about)
             join.check(about)
+            if about.state == "finished" and not join.identity.run:
+                log.info("the run is finished: there is nothing left to train")
+                return 0
             join.remember_terms(terms_of(about))
             if self.trainer is None:
                 self.settings.follow(terms_of(about))
@@ -297,7 +298,7 @@ class Agent:
         if self.trainer:
             self._heard(b"posted progress")
         else:
-            self._idle(sync, "fetching the published weights")
+            self._idle(sync, FETCHING)
         sync.start()
         try:
             return self._supervise(sync)

@@ -157,7 +157,7 @@ class RegionJoin:
                 # Before the first answer, somebody is there to mend it.
                 hopeless = isinstance(error, Untrusted) and wait < float("inf")
                 if hopeless or time.monotonic() >= deadline:
-                    raise
+                    raise error if hopeless or error.answered else _nobody(error) from None
                 why = "waiting for the server"
                 detail = error.message
             except Held as error:
@@ -209,6 +209,11 @@ class RegionJoin:
             if latest and latest.version == have and latest.published != published:
                 digests = f"{latest.published[:12]} there, {published[:12]} here:"
                 raise other_history(number, have, f"its digest, {digests}")
+
+
+def _nobody(error: LinkError) -> LinkError:
+    over = "A run that is finished is served no longer: `diloco status` on the server's host."
+    return LinkError(error.message, hint=f"{error.hint or ''} {over}".strip())
 
 
 def _unwritable(folder: Path, error: OSError) -> StoreError:

@@ -41,6 +41,7 @@ from diloco_cli.wire.messages import (
     Run,
     TrainerProgress,
 )
+from diloco_cli.worker.agent.link_state import CONTROL, LinkState
 from diloco_cli.worker.agent.published_weights import PublishedWeights
 from diloco_cli.worker.mailbox import Fate, Mailbox, Stamp, stamp
 
@@ -52,6 +53,7 @@ PATIENT = Retry(first=0.25, most=10.0)
 LONGEST_WHY = 1000
 TRAINING_FACTS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu")
 """What a line of the metrics takes from the trainer's report as it is."""
+FETCHING = "fetching the published weights"
 FINAL = ("returned", "refused", "foreign", "merged")
 
 
@@ -123,7 +125,7 @@ class SyncThreads:
         self._fates: dict[int, Fate] = {}
         self._written = ""
         self._lanes: object = None
-        self._lost: dict[str, float] = {}
+        self._link = LinkState()
         self._beats = itertools.count(1)
         self._links: dict[str, Throughput] = {}
         """The measured links, by the thread that uses each."""
@@ -227,12 +229,15 @@ class SyncThreads:
         fields = dict(progress)
         if isinstance(self.trainer, Idle):
             fields |= {"training": False, "why": self.trainer.why}
+            if not self.up_to_date.is_set() and self.trainer.why == FETCHING:
+                have, all_of = len(self._images.holds), len(self.news.versions)
+                fields["why"] = f"{FETCHING}: {have} of {all_of} fragments are here"
             told = self.news.lanes
             # An earlier trainer may have read another text than we have joined with.
             if told and progress.reading and progress.reading.order.digest != told.order:
                 fields["reading"] = None
-        if self.remark:
-            fields["why"] = "; ".join(filter(None, (fields["why"], self.remark)))[:LONGEST_WHY]
+        told = (fields["why"], self.remark, self._link.hindrance)
+        fields["why"] = "; ".join(filter(None, told))[:LONGEST_WHY]
         return Heartbeat(
             **fields,
             restarts=self.restarts,
@@ -272,6 +277,7 @@ class SyncThreads:
     def _repeat(self, name: str, act: Callable[[Client], None], client: Client) -> None:
         failures = 0
         while not self.closed.is_set():
+            began = time.monotonic()
             try:
                 act(client)
             except FencedError as error:
@@ -284,7 +290,7 @@ class SyncThreads:
                 return self._give_up(error)
             else:
                 failures = 0
-                self._is_back(name)
+                self._is_back(name, began)
 
     def _give_up(self, error: DilocoError) -> None:
         self.trouble = self.trouble or error
@@ -311,9 +317,10 @@ class SyncThreads:
         self._metrics.note(report.step, report.worked + report.blocked, fields, last=last)
 
     def _heartbeat(self, client: Client) -> None:
-        known, report = self.news.n, self.report()
+        known, report, began = self.news.n, self.report(), time.monotonic()
         self.note_metrics(report)  # Before it is sent: a server that is away loses no line.
         self.take(client.heartbeat(self.region, report), known=known)
+        self._is_back(CONTROL, began)  # What follows is waiting.
         if self.news.terms > self.terms.terms:
             self._learn_terms(client)
         self.closed.wait(SHORTEST_GAP)
@@ -412,30 +419,42 @@ class SyncThreads:
 
     def _is_away(self, name: str, error: Exception) -> None:
         """Says once that something does not work, however many threads notice."""
-        why = str(getattr(error, "message", error))
         with self._lock:
-            first = not self._lost
-            self._lost.setdefault(name, time.monotonic())
-        if first and not self.closed.is_set():
-            what = "this folder" if isinstance(error, OSError) else "the server"
+            before = self._link.lost_at
+            why = self._link.failed(name, error, now=time.monotonic())
+            lost = before is None and self._link.lost_at is not None
+        if self.closed.is_set() or not why:
+            return
+        if lost:
+            training = ", training goes on" if isinstance(self.trainer, Reporting) else ""
             since = time.strftime("%H:%M:%S")
-            log.info(f"{what} is out of reach since {since}, training goes on: {why}")
+            log.info(f"the server is out of reach since {since}{training}: {why}")
             self._events.note("link-lost", region=self.region, why=why)
+        else:
+            self._warn(why)
 
-    def _is_back(self, name: str) -> None:
+    def _is_back(self, name: str, began: float) -> None:
         with self._lock:
-            if name not in self._lost:
-                return
-            silent = time.monotonic() - self._lost.pop(name)
-            last = not self._lost
-        if last and not self.closed.is_set():
-            log.info(f"back in reach after {silent:.0f} s")
-            self._events.note("link-back", region=self.region, silent_seconds=round(silent, 1))
+            better = self._link.worked(name, began=began, now=time.monotonic())
+        if self.closed.is_set():
+            return
+        if better.silent is not None:
+            log.info(f"back in reach after {better.silent:.0f} s")
+            seconds = round(better.silent, 1)
+            self._events.note("link-back", region=self.region, silent_seconds=seconds)
+        if better.again:
+            log.info(f"no longer: {better.again}")
+        if better.hindered:
+            self._warn(better.hindered)
+
+    def _warn(self, why: str) -> None:
+        log.warning(why)
+        self._events.note("note", region=self.region, why=why)
 
     @property
     def away(self) -> bool:
-        """Whether something did not work when last tried."""
-        return bool(self._lost)
+        """Whether the server did not answer when last asked."""
+        return self._link.lost_at is not None
 
 
 def terms_of(about: Run) -> Amendments:

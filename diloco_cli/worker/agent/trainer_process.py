@@ -16,10 +16,12 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from diloco_cli.system import logs
 from diloco_cli.system.process_end import LastWords, last_words
 from diloco_cli.system.wakeup import write_wakeup
 from diloco_cli.wire.messages import TrainerProgress
@@ -257,3 +259,13 @@ def how_far(progress: TrainerProgress) -> str:
             progress.why or "training",
         )
     )
+
+
+def trainer_argv(
+    region: str, cores: Sequence[int] | None, spec_file: Path, folder: Path
+) -> list[str]:
+    """The command that starts a trainer of ours."""
+    own = [sys.executable, "-m", "diloco_cli", "trainer", str(spec_file)]
+    own += ["--region", region, "--dir", str(folder)]
+    own += logs.options()
+    return own + (["--cores", ",".join(map(str, cores))] if cores else [])

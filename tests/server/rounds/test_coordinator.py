@@ -356,6 +356,26 @@ async def test_a_worker_that_has_seen_more_than_the_server_is_told_so(tmp_path):
 
 
 @in_a_loop
+async def test_the_region_that_evaluates_is_a_fresh_one(tmp_path):
+    bench = await joined(tmp_path)
+    assert bench.server.evaluator() == "iowa", "nobody trains yet, so the first by name"
+    await bench.beat("tokyo", training=True, step=5)
+    assert bench.server.evaluator() == "tokyo", "iowa may fetch weights for minutes"
+    for name in NAMES:
+        await bench.beat(name, training=True, step=5)
+    assert bench.server.evaluator() == "tokyo", "whoever began goes on"
+    for _ in range(6):
+        await bench.round(0, "iowa", "paris")
+    old = [progress.model_dump() for progress in bench.regions["tokyo"].beat().fragments]
+    await bench.beat(
+        "tokyo", training=True, step=6, fragments=[{**each, "version": 0} for each in old]
+    )
+    for name in ("iowa", "paris"):
+        await bench.beat(name, training=True, step=9)
+    assert bench.server.evaluator() == "iowa", "tokyo is six versions behind"
+
+
+@in_a_loop
 async def test_exactly_one_live_region_evaluates(tmp_path):
     bench = Bench(tmp_path)
     await bench.join("tokyo", "paris")

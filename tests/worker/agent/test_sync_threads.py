@@ -206,6 +206,7 @@ def test_news_of_a_server_that_was_set_back_count_at_once(courier, counter):
 def test_a_server_that_is_away_is_mentioned_once_and_everything_is_sent_later(
     courier, counter, mailbox, log_lines, tmp_path
 ):
+    courier.trainer = Reporting()
     courier.start()
     assert courier.up_to_date.wait(20)
     counter.away = True
