@@ -13,6 +13,7 @@ Start with conductor.py.
     ledger.py           what has the server decided so far?
     members.py          who is a member of the run, who speaks for it, and who may join?
     pace.py             which fragment is called when, and how long may a round wait for the slow?
+    rebuild.py          what does a run go on from when its server's journal is lost?
     rounds.py           may this contribution enter, and may this round close?
     terms.py            which settings hold after the n-th amendment, and may it be made?
     unmerged_work.py    what does a region still owe, and what becomes of it when news arrives?

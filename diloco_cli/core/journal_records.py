@@ -52,6 +52,26 @@ class RunBegun(JournalRecord):
 
 
 @dataclass(frozen=True, slots=True)
+class RunRebuilt(JournalRecord):
+    """The run goes on, after the loss of its server's disk, from what copies and regions held.
+
+    The first record of a new run; its number is far above any that the lost journal had, so
+    grants of lanes and numbers of news go on rising.
+    """
+
+    kind: ClassVar[str] = "rebuilt"
+    was: tuple[str, ...]
+    """Ids of the runs that it continues, oldest first: frames of them are void here."""
+    states: tuple[str, ...]
+    """Digest of everything the server keeps of the versions it begins with, by fragment."""
+    sources: tuple[str, ...]
+    """Where each of these versions was found, for people."""
+    ledger: Entry
+    """All that was found on record, in the form of a snapshot."""
+    tally: Entry
+
+
+@dataclass(frozen=True, slots=True)
 class RegionJoined(JournalRecord):
     """A worker got the region's lease under a new epoch."""
 
@@ -268,6 +288,7 @@ class Snapshot(JournalRecord):
 
 Record = (
     RunBegun
+    | RunRebuilt
     | RegionJoined
     | RegionRetired
     | FragmentCalled

@@ -28,6 +28,7 @@ from diloco_cli.core.journal_records import (
     RunBegun,
     RunEnded,
     RunFinished,
+    RunRebuilt,
     RunResumed,
     Snapshot,
     TermsAmended,
@@ -100,6 +101,10 @@ class FragmentState:
     """Digest of everything the server keeps of the newest version; empty before the first."""
     made: list[MadeVersion] = field(default_factory=list)
     """The versions after the last stored one, or up to it if that is the newest."""
+    first: int = 0
+    """The version that the run began with."""
+    first_state: str = ""
+    """Digest of everything the server keeps of that one, if it is on record."""
     norms: Norms = field(default_factory=Norms)
     """Of the latest accepted contributions."""
 
@@ -167,6 +172,8 @@ class Ledger:
     outer_steps: int = 0
     begun: RunBegun | None = None
     """Which weights version 0 is, unless the seed made them."""
+    continues: list[str] = field(default_factory=list)
+    """Ids of the runs that this one goes on from, oldest first, if it was rebuilt."""
     evaluations: list[Evaluation] = field(default_factory=list)
     amendments: list[TermsAmended] = field(default_factory=list)
     """In order: the n-th leads to terms n."""
@@ -245,6 +252,13 @@ class Ledger:
         """Everything here as plain data, for a record of kind `snapshot`."""
         return json.loads(json.dumps(asdict(self)))
 
+    @classmethod
+    def of(cls, entry: Entry) -> Ledger:
+        """The ledger of a snapshot."""
+        ledger = cls([])
+        ledger.restore(entry)
+        return ledger
+
     def restore(self, entry: Entry) -> None:
         """Stands where a snapshot stood."""
         for each in fields(self):
@@ -277,6 +291,8 @@ class Ledger:
         match record:
             case RunBegun():
                 self.begun = record
+                for slot, state in zip(self.slots, record.states, strict=True):
+                    slot.first_state = state
             case RegionJoined():
                 self._joined(record)
             case RegionRetired():
@@ -307,7 +323,7 @@ class Ledger:
                 self._evaluated(Evaluation(record.versions, record.loss, record.region))
             case TermsAmended():
                 self.amendments.append(record)
-                self._amend_members(number, record)
+                self.amend_members(number, record)
                 self._forget_paces(record)
                 if record.reopens:
                     self.end, self.ended, self.finished = "", 0, ""
@@ -321,6 +337,12 @@ class Ledger:
                 self._paced(record)
             case Snapshot():
                 self.restore(record.ledger)
+            case RunRebuilt():
+                self.restore(record.ledger)
+                self.continues = list(record.was)
+                for slot, state in zip(self.slots, record.states, strict=True):
+                    slot.first, slot.first_state, slot.state = slot.version, state, state
+                self.news = number
             case _:
                 assert_never(record)
 
@@ -346,7 +368,8 @@ class Ledger:
         self.paces.setdefault(record.region, PaceRecord(record.at))
         self._clocked(record.at, record.time)
 
-    def _amend_members(self, number: int, record: TermsAmended) -> None:
+    def amend_members(self, number: int, record: TermsAmended) -> None:
+        """Ends the memberships that an amendment ends, and lets in whom it adds."""
         gone = Retirement(record.why, record.by, record.time, barred=True, record=number)
         for name in record.remove:
             self._retire(name, gone)

@@ -94,7 +94,8 @@ def admit_worker(
     if not member.owner and boot > 1:
         return TurnedAway("older-copy", "nothing of this region's folder is on record any more")
     if member.owner != owner:
-        if lease_left > 0:
+        # Of a run that was rebuilt no folder speaks for the region yet: nobody is waited for.
+        if member.owner and lease_left > 0:
             return TurnedAway(
                 "held", f"another worker holds this region for {lease_left:.0f} more seconds"
             )

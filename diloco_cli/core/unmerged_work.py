@@ -72,6 +72,14 @@ class Posted:
     totals: Totals
 
 
+MOST_MERGES = 64
+"""Merged frames of its own that a region can tell from a stranger's, should the server be set
+back."""
+
+Merges = tuple[tuple[str, float], ...]
+"""Digests of a region's merged frames, oldest first, each with the tokens applied by then."""
+
+
 @dataclass(frozen=True, slots=True)
 class Book:
     """A trainer's books for one fragment."""
@@ -85,6 +93,8 @@ class Book:
     posted: int = -1
     """Clock of the last post; with no flight, that post is settled."""
     totals: Totals = field(default_factory=Totals)
+    merges: Merges = ()
+    """This region's merged frames up to `prev`; empty while it knows of that one alone."""
 
     @property
     def fresh(self) -> Work:
@@ -123,7 +133,10 @@ def start(saved: Book | None, outbox: Posted | None, alpha: float) -> tuple[Book
             outbox.clock, outbox.base, outbox.prev, outbox.work, outbox.digest, share=share
         )
         held = outbox.work.scaled(share)
-        book = Book(outbox.base, outbox.prev, held, flight, outbox.clock, outbox.totals)
+        merges = saved.merges if saved else ()
+        if saved and saved.prev != outbox.prev:
+            merges = _merged(saved, outbox.prev, outbox.totals.applied)
+        book = Book(outbox.base, outbox.prev, held, flight, outbox.clock, outbox.totals, merges)
         return book, "frame" if share else "nothing"
     if saved is None:
         return Book(), "nothing"
@@ -198,7 +211,7 @@ def answered(book: Book, digest: str, fate: str, *, forgotten: bool = False) -> 
         )
         return replace(book, held=Work(), flight=None, totals=totals), DROP
     if fate == "foreign":
-        return abandon(replace(book, prev="") if forgotten else book)
+        return abandon(replace(book, prev="", merges=()) if forgotten else book)
     return book, KEEP
 
 
@@ -213,8 +226,8 @@ def settle(book: Book, version: int, merged: str, alpha: float) -> tuple[Book, M
     totals = replace(book.totals, discarded=book.totals.discarded + left)
     if flight and flight.digest and merged == flight.digest:
         totals = replace(totals, applied=totals.applied + flight.work.tokens)
-        held = book.fresh.scaled(alpha)
-        book = replace(book, prev=merged, held=held, flight=None, totals=totals)
+        held, merges = book.fresh.scaled(alpha), _merged(book, merged, totals.applied)
+        book = replace(book, prev=merged, held=held, flight=None, totals=totals, merges=merges)
         return book, Mix(alpha, alpha * flight.share)
     if merged == (flight.prev if flight else book.prev):
         if flight:
@@ -223,7 +236,43 @@ def settle(book: Book, version: int, merged: str, alpha: float) -> tuple[Book, M
         return replace(book, held=held, flight=flight, totals=totals), Mix(alpha, 0.0)
     # Another disk or another worker has contributed for this region: its work is in the
     # weights, ours may be too. Only the published weights are certain.
-    return abandon(replace(book, prev=merged))
+    return abandon(replace(book, prev=merged, merges=()))
+
+
+def realign(book: Book, version: int, merged: str, alpha: float) -> tuple[Book, Mix]:
+    """Stands on a version of a run that was rebuilt, or set back, from the one of this book.
+
+    Its metadata names `merged` as this region's last merged frame. The version may be older than
+    the adopted one; what was merged after it is lost. What is held is a difference and stands on
+    any version, so it goes on. No frame of the old run will ever be merged: the one in flight is
+    either in the version or its work is still held.
+
+        merged is the frame in flight   it was merged in time and leaves `held`
+        merged is the last merged one   nothing of ours was lost
+        merged is an earlier one        lost is what was applied after it
+        merged is a stranger's          ours may be in the weights: all that is held is given up
+
+    The books begin anew, as for another folder; what was lost is in them, as discarded.
+    """
+    before, flight = book, book.flight
+    if flight and not (flight.digest and merged == flight.digest):
+        book = _returned(book, flight)
+    applied = dict(_known(book)).get(merged)
+    if book.flight:
+        book, mix = settle(book, version, merged, alpha)
+    elif applied is None:
+        book, mix = abandon(replace(book, version=version, prev=merged, merges=()))
+    else:
+        lost = book.totals.applied - applied
+        totals = replace(book.totals, applied=applied, discarded=book.totals.discarded + lost)
+        merges = _up_to(_known(book), merged)
+        book, mix = settle(
+            replace(book, prev=merged, totals=totals, merges=merges), version, merged, alpha
+        )
+    lost = book.totals.discarded - before.totals.discarded
+    book = renamed(book)
+    totals = replace(book.totals, trained=book.totals.trained + lost, discarded=lost)
+    return replace(book, totals=totals), mix
 
 
 def renamed(book: Book) -> Book:
@@ -232,7 +281,9 @@ def renamed(book: Book) -> Book:
     What was trained under the old name is on the old account; counting its fates once more
     would make up tokens. What is still held came along and gets its fate under the new one.
     """
-    return replace(book, totals=Totals(trained=book.pending))
+    began = book.totals.applied
+    merges = tuple((digest, applied - began) for digest, applied in book.merges)
+    return replace(book, totals=Totals(trained=book.pending), merges=merges)
 
 
 def moved(book: Book, version: int, merged: str) -> Book:
@@ -240,7 +291,7 @@ def moved(book: Book, version: int, merged: str) -> Book:
 
     What it held is dropped: a frame of the old name may be merged, and hold the same work.
     """
-    return abandon(replace(renamed(book), version=version, prev=merged))[0]
+    return abandon(replace(renamed(book), version=version, prev=merged, merges=()))[0]
 
 
 def abandon(book: Book) -> tuple[Book, Mix]:
@@ -253,6 +304,21 @@ def account(book: Book) -> float:
     """Tokens that the books cannot explain: zero, or there is a bug."""
     totals = book.totals
     return totals.trained - (totals.applied + book.pending + totals.refused + totals.discarded)
+
+
+def _known(book: Book) -> Merges:
+    return book.merges or ((book.prev, book.totals.applied),)
+
+
+def _merged(book: Book, digest: str, applied: float) -> Merges:
+    """The merged frames once this one follows those of the book."""
+    return (*_known(book), (digest, applied))[-MOST_MERGES:]
+
+
+def _up_to(merges: Merges, digest: str) -> Merges:
+    """The merged frames up to the newest that has this digest."""
+    last = max(n for n, (each, _) in enumerate(merges) if each == digest)
+    return merges[: last + 1]
 
 
 def _returned(book: Book, flight: Flight) -> Book:

@@ -121,6 +121,10 @@ KINDS: Mapping[str, EventKind] = {
         ("region", "versions", "loss", "outer_steps"),
     ),
     "trainer-started": EventKind("a region's trainer was started", ("region", "pid", "restarts")),
+    "realigned": EventKind(
+        "a region goes on in the run that continues its own; tokens by fragment",
+        ("region", "run", "since", "versions", "held", "lost"),
+    ),
     "trainer-adopted": EventKind(
         "a new worker took over the trainer of one that died", ("region", "pid", "step")
     ),

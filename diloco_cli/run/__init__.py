@@ -14,6 +14,7 @@ Start with start.py: it checks and holds the folder, plans the processes and has
     model/              a trained model: found, continued, measured, exported
     offline.py          what the folder of a stopped run still knows
     profile.py          asks a region's trainer on this host for a trace of its next steps
+    rebuild/            a run whose server's disk is lost goes on from copies and its regions
     scaffold.py         the files of a new run, from a template: what `diloco init` writes
     start.py            starts a run here or in the background
     untrained.py        the folder of a run that has trained nothing takes any spec

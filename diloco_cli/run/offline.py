@@ -71,7 +71,7 @@ def read_weights(
     for fragment, number, last in zip(parts.layout.fragments, versions, newest, strict=True):
         if momentum or ema:
             slot = ledger.slots[fragment.number]
-            state = restored(history, archive, fragment.number, slot, ledger.begun)
+            state = restored(history, archive, fragment.number, slot)
             moving += [state.momentum] if momentum else []
             chosen = state.average if ema else state.published
             if chosen is None:

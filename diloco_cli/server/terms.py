@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco_cli.core import terms
-from diloco_cli.core.journal_records import Record, Snapshot, TermsAmended
+from diloco_cli.core.journal_records import Record, RunRebuilt, Snapshot, TermsAmended
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.spec.load import SpecErrors, check_spec
@@ -159,9 +159,9 @@ class TermsHistory:
 
     def apply(self, ledger: Ledger, record: Record) -> None:
         """Follows a record that the ledger has taken in."""
-        if isinstance(record, Snapshot):
+        if isinstance(record, Snapshot | RunRebuilt):
             del self._all[1:]
-        if isinstance(record, Snapshot | TermsAmended):
+        if isinstance(record, Snapshot | RunRebuilt | TermsAmended):
             for number in range(len(self._all), ledger.terms + 1):
                 data = terms.overlay(self.first, ledger.amendments[:number])
                 self._all.append(self._build(self.newest, data))

@@ -53,6 +53,11 @@ POINTS = {
 
 REGION_POINTS = {
     "terms.heard": "an agent has newer terms on its disk, its trainer works under older ones",
+    "realign.stopped": "the run was rebuilt; the trainer of the old one has left",
+    "realign.named": "the folder is of the rebuilt run, its weights and checkpoint of the old one",
+    "realign.fetched": "the weights are those of the rebuilt run, the checkpoint is not",
+    "realign.stood": "a trainer stands on the rebuilt run, in memory",
+    "realign.saved": "a checkpoint of the rebuilt run is durable, nothing is posted",
     "hosts.met": "a follower of every host is there, their devices are not one yet",
     "order.sent": "the followers know of an inner step that the lead has not begun",
     "held.sent": "the followers know of a frame that the lead has not begun",

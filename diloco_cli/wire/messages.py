@@ -199,6 +199,8 @@ class Run(Message):
     """In order; the n-th leads to terms n."""
     was: tuple[Id, ...] = ()
     """Runs that this one replaced before they had trained anything: their regions begin anew."""
+    continues: tuple[Id, ...] = ()
+    """Runs that this one goes on from after a loss of the server's disk: their regions realign."""
 
 
 LaneNumber = Annotated[int, Field(strict=True, ge=0, lt=MOST_LANES)]
@@ -457,6 +459,8 @@ class Latest(Message):
     version: Version
     members: tuple[str, ...]
     merged: dict[str, Digest]
+    counted: dict[str, Amount] = {}
+    """Tokens merged and counted so far, by region."""
     published: str
     links: Links
 

@@ -54,6 +54,12 @@ FINISHED = "the run is finished"
 """Why a trainer leaves at the end of the run, in its last report after `stopped: `."""
 STARTING = "before its first step"
 """What a trainer that is not ours reports until it has made one."""
+SET_BACK = (
+    "If no newer copy of the server's folder is left, declare the loss, on the server's host: "
+    "`diloco restore COPY --dir FOLDER --set-back`; or lose less: `diloco restore --from-regions "
+    "FOLDER… --and COPY --dir NEW`. Then start this region again: it goes on by itself."
+)
+"""What to do about a server that was restored from an older copy than its regions have seen."""
 MAIL = ("outbox", "image", "fate")
 CLEAR_SECONDS = 60.0
 """For a trainer that was sent away to write its last checkpoint."""
@@ -78,6 +84,8 @@ class FolderOwner:
     """The region it spoke for when an agent was last started on it."""
     renamed: bool = False
     """It had another owner id once: what it holds without a checkpoint was made under that."""
+    was: tuple[str, ...] = ()
+    """Runs that `run` continues after a loss of the server's disk, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,9 @@ class Image:
     published: str
     """Digest of the weights."""
     weights: np.ndarray = field(repr=False)
+    run: str = ""
+    counted: Mapping[str, float] = field(default_factory=dict)
+    """Tokens merged and counted by about then, by region."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +241,7 @@ class Mailbox:
         if found is None:
             return None
         try:
-            return FolderOwner(**found)
+            return FolderOwner(**{**found, "was": tuple(found.get("was", ()))})
         except TypeError:
             raise StoreError(
                 f"{self.folder / 'identity.json'} is damaged: {found}.",
@@ -261,6 +272,8 @@ class Mailbox:
             "version": str(image.version),
             "merged": json.dumps(dict(image.merged), sort_keys=True),
             "published": image.published,
+            "run": image.run,
+            "counted": json.dumps(dict(image.counted), sort_keys=True),
         }
         data = save({"weights": image.weights}, metadata=notes)
         # Not flushed: what a power cut spoils, its digest shows, and the server has it still.
@@ -274,7 +287,12 @@ class Mailbox:
                 notes = file.metadata() or {}
                 weights = file.get_tensor("weights")
             return Image(
-                int(notes["version"]), json.loads(notes["merged"]), notes["published"], weights
+                int(notes["version"]),
+                json.loads(notes["merged"]),
+                notes["published"],
+                weights,
+                notes["run"],
+                json.loads(notes["counted"]),
             )
         except FileNotFoundError:
             return None
@@ -285,7 +303,10 @@ class Mailbox:
             ) from None
 
     def image_version(self, fragment: int) -> int:
-        """Says which version is here without reading the weights; −1 for none or a damaged one."""
+        """Says which version is here without reading the weights; −1 for none or a damaged one.
+
+        Nor does one count that is of a run which this folder's continues.
+        """
         return self.image_name(fragment)[0]
 
     def image_name(self, fragment: int) -> tuple[int, str]:
@@ -293,6 +314,9 @@ class Mailbox:
         try:
             with safe_open(self.image_file(fragment), framework="np") as file:
                 notes = file.metadata() or {}
+            identity = self.identity()
+            if identity and notes["run"] in identity.was:
+                return -1, ""
             return int(notes["version"]), notes["published"]
         except (SafetensorError, OSError, KeyError, ValueError):
             return -1, ""

@@ -14,8 +14,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.core.journal_records import KINDS, Entry, RegionPaced, decode_all, encode
+from diloco_cli.core.journal_records import (
+    KINDS,
+    Entry,
+    RegionPaced,
+    RunRebuilt,
+    decode_all,
+    encode,
+)
 from diloco_cli.core.lanes import Cursor, LanePosition
+from diloco_cli.core.ledger import Ledger
+from diloco_cli.core.rebuild import FoundVersion, rebuilt_ledger
 from diloco_cli.spec.schema import StartSpec
 from diloco_cli.wire.messages import HeldOut
 from tests import ROOT
@@ -68,7 +77,20 @@ async def small_run(folder) -> list[Entry]:
     await bench.server.publisher.settled()
     bench.state.close()
     bench.state.store.close()
-    return read_journal(folder)
+    return [*read_journal(folder), encode(rebuilt(bench))]
+
+
+def rebuilt(bench: Bench) -> RunRebuilt:
+    """The first record of a run that goes on from what paris holds of this one."""
+    ledger, totals = bench.state.ledger, bench.state.totals
+    found = [
+        FoundVersion("paris", slot.version, slot.published, slot.merged, slot.applied)
+        for slot in ledger.slots
+    ]
+    states = tuple(slot.state for slot in ledger.slots)
+    ledger = rebuilt_ledger(Ledger.of(ledger.snapshot()), found, {}, (), served=None)
+    tally = totals.rebuilt([slot.applied for slot in ledger.slots])
+    return RunRebuilt(("lost",), states, ("paris",) * 2, ledger.snapshot(), tally)
 
 
 def reading(bench: Bench, region: str) -> dict[str, Any]:

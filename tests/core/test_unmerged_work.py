@@ -258,9 +258,72 @@ def test_whoever_cannot_answer_an_open_call_makes_a_step_instead_of_waiting():
 # Whatever happens
 
 
+# A run that was rebuilt
+
+
+def lived(*frames: str, alpha: float = REBASE, after: int = 0) -> Book:
+    """A book of which these frames were merged, of two steps each; `after` more are held."""
+    book = Book(version=0)
+    for clock, frame in enumerate(frames, 1):
+        book, at = unmerged_work.post(trained(2, book), clock=10 * clock)
+        book = unmerged_work.written(book, at, frame)
+        book, _ = unmerged_work.settle(book, clock, frame, alpha)
+    return trained(after, book)
+
+
+def fly(book: Book, frame: str) -> Book:
+    book, clock = unmerged_work.post(book, clock=1000)
+    return unmerged_work.written(book, clock, frame)
+
+
+@pytest.mark.parametrize(
+    "book, merged, held, lost, mix",
+    [
+        (fly(lived("a", "b", after=3), "x"), "x", 0, 0, Mix(1, 1)),
+        (fly(lived("a", "b", after=3), "x"), "b", 300, 0, KEEP),
+        (lived("a", "b", after=3), "b", 300, 0, KEEP),
+        (lived("a", "b", after=3), "a", 300, 200, KEEP),
+        (fly(lived("a", "b", after=3), "x"), "a", 300, 200, KEEP),
+        (lived("a", "b", after=3), "", 300, 400, KEEP),
+        (lived("a", "b", after=3), "stranger", 0, 300, DROP),
+        (fly(lived("a", "b", after=3), "x"), "stranger", 0, 300, DROP),
+    ],
+)
+def test_a_region_stands_on_a_rebuilt_version_with_what_it_holds(book, merged, held, lost, mix):
+    new, done = unmerged_work.realign(book, 1, merged, REBASE)
+    assert (new.held.tokens, new.totals.discarded, done) == (held, lost, mix)
+    assert new.flight is None and new.prev == merged and new.version == 1
+    assert new.totals.applied == 0 and unmerged_work.account(new) == 0
+
+
+def test_a_region_that_is_set_back_twice_knows_what_was_lost_each_time():
+    book, _ = unmerged_work.realign(lived("a", "b", "c", after=1), 2, "b", REBASE)
+    assert book.totals.discarded == 200
+    again, _ = unmerged_work.realign(book, 1, "a", REBASE)
+    assert again.totals == Totals(trained=300, discarded=200) and again.held == Work(100, 1)
+    gone, _ = unmerged_work.realign(again, 3, "c", REBASE)
+    assert gone.held == Work(), "what came after `a` is not ours any more"
+
+
+def test_frames_merged_since_the_checkpoint_are_known_from_the_outbox():
+    saved, newer = lived("a"), fly(lived("a", "b", after=2), "x")
+    book, _ = unmerged_work.start(saved, in_outbox(newer), REBASE)
+    back, _ = unmerged_work.realign(book, 1, "a", REBASE)
+    assert back.held == Work(200, 2) and back.totals.discarded == 200
+
+
+def test_only_so_many_merged_frames_are_remembered():
+    book = lived(*map(str, range(unmerged_work.MOST_MERGES + 5)))
+    assert len(book.merges) == unmerged_work.MOST_MERGES
+    assert unmerged_work.realign(trained(1, book), 3, "2", REBASE)[0].held == Work()
+
+
+# Whatever happens
+
 steps = st.tuples(st.just("step"), st.integers(1, 500))
 names = ("post", "write", "returned", "refused", "foreign", "merged", "others", "stranger", "save")
-acts = st.lists(st.one_of(steps, st.tuples(st.sampled_from((*names, "crash")), st.just(0))))
+back = st.tuples(st.just("rebuilt"), st.integers(0, 70))
+acts = st.lists(st.one_of(steps, back, st.tuples(st.sampled_from((*names, "crash")), st.just(0))))
 
 
 class Region:
@@ -294,6 +357,19 @@ class Region:
 
     def adopt(self, merged: str) -> None:
         self.do(*unmerged_work.settle(self.book, self.book.version + 1, merged, self.alpha))
+
+    def rebuilt(self, age: int) -> None:
+        """Stands on a version in which an older frame, the one in flight or a stranger's is last.
+
+        A checkpoint follows at once, and what was posted is not there any more.
+        """
+        flight, known = self.book.flight, [digest for digest, _ in self.book.merges]
+        digests = [flight.digest if flight else "", self.book.prev, "stranger", *known]
+        version = max(0, self.book.version - age)
+        merged = digests[age % len(digests)]
+        self.do(*unmerged_work.realign(self.book, version, merged, self.alpha))
+        self.save(0)
+        self.outbox = None
 
     def save(self, _: int) -> None:
         self.saved = self.book, self.array

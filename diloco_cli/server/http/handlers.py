@@ -100,6 +100,7 @@ class Routes:
                 digests=self.state.history.digests,
                 amendments=self._amendments(),
                 was=self.state.store.was,
+                continues=tuple(self.state.ledger.continues),
             )
         )
 

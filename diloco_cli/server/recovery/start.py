@@ -84,9 +84,7 @@ def open_coordinator(
             settings,
             store,
             _newest(settings, history, store, ledger),
-            lambda fragment: restored(
-                history, store, fragment, ledger.slots[fragment], ledger.begun
-            ),
+            lambda fragment: restored(history, store, fragment, ledger.slots[fragment]),
         )
         reach("start.replayed")
         _sweep(store, ledger)
@@ -141,7 +139,7 @@ def _newest(
     """Loads or recomputes what the journal says is published, one fragment after the other."""
     versions = []
     for fragment, slot in enumerate(ledger.slots):
-        state = restored(history, store, fragment, slot, ledger.begun)
+        state = restored(history, store, fragment, slot)
         digest = slot.published or vector_digest(state.published)  # Version 0 has no record.
         version = Version(slot.version, state, digest, dict(slot.merged), slot.members)
         versions.append(settle(settings, store, fragment, version, stored=not slot.unstored))
@@ -149,16 +147,12 @@ def _newest(
 
 
 def restored(
-    history: TermsHistory,
-    archive: Archive,
-    fragment: int,
-    slot: FragmentState,
-    begun: RunBegun | None,
+    history: TermsHistory, archive: Archive, fragment: int, slot: FragmentState
 ) -> StoredState:
     """The newest version on record: loaded, or recomputed from the last one that was stored."""
     digest = slot.made[-1].state if slot.made and not slot.unstored else ""
-    if slot.base == 0 and begun:
-        digest = begun.states[fragment]
+    if slot.base == slot.first:
+        digest = slot.first_state
     state = load(archive, fragment, RecordedVersion(slot.base, digest))
     for made in slot.unstored:
         state = recompute(history, archive, fragment, RecordedVersion.of(made), state)

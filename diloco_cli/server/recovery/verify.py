@@ -30,6 +30,7 @@ from diloco_cli.core.journal_records import (
     RunBegun,
     RunEnded,
     RunFinished,
+    RunRebuilt,
     RunResumed,
     Snapshot,
     TermsAmended,
@@ -124,7 +125,13 @@ def _versions(
                 steps[:] = [[RecordedVersion(0, state)] for state in record.states]
             case Snapshot() if number == content.base + 1:
                 ledger.restore(record.ledger)
-                steps[:] = [_of_snapshot(slot, f, ledger) for f, slot in enumerate(ledger.slots)]
+                steps[:] = [_of_snapshot(slot) for slot in ledger.slots]
+            case RunRebuilt():
+                slots = record.ledger["slots"]
+                steps[:] = [
+                    [RecordedVersion(slot["version"], state)]
+                    for slot, state in zip(slots, record.states, strict=True)
+                ]
             case Snapshot():
                 _compare(path, number, record, ledger, totals)
             case VersionPublished():
@@ -149,10 +156,10 @@ def _versions(
     return steps
 
 
-def _of_snapshot(slot: FragmentState, fragment: int, ledger: Ledger) -> list[RecordedVersion]:
+def _of_snapshot(slot: FragmentState) -> list[RecordedVersion]:
     """A snapshot names what the newest version was made of, and those up to the stored one."""
     before = slot.version - len(slot.made)
-    digest = ledger.begun.states[fragment] if ledger.begun and before == 0 else ""
+    digest = slot.first_state if before == slot.first else ""
     return [RecordedVersion(before, digest), *map(RecordedVersion.of, slot.made)]
 
 

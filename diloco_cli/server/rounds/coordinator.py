@@ -204,6 +204,7 @@ class Coordinator:
                 version=newest.number,
                 members=newest.members,
                 merged=dict(newest.merged),
+                counted=dict(state.ledger.slots[fragment].applied),
                 published=newest.digest,
                 links=state.weights.links(fragment, after),
             )

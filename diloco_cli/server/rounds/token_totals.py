@@ -17,7 +17,7 @@ is not added to anything: what the headers of accepted frames said is known to h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, assert_never
 
@@ -35,6 +35,7 @@ from diloco_cli.core.journal_records import (
     RunBegun,
     RunEnded,
     RunFinished,
+    RunRebuilt,
     RunResumed,
     Snapshot,
     TermsAmended,
@@ -224,7 +225,7 @@ class RunTotals:
                 self._decided(record)
             case VersionPublished():
                 self._published(record)
-            case Snapshot():
+            case Snapshot() | RunRebuilt():
                 self._restore(record.tally)
             case MemberDropped():
                 self._waiting.pop((record.region, record.fragment), None)
@@ -258,6 +259,34 @@ class RunTotals:
         ]
         sums = {name: getattr(self, name) for name in SNAPSHOT_FIELDS}
         return {"accounts": accounts, "waiting": waiting, "owner": dict(self._owner), **sums}
+
+    def rebuilt(self, counted: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """As `snapshot`, for a run that is rebuilt from here on.
+
+        `counted` are each fragment's merged tokens by region, which may be more than we know of.
+        No frame of this run is waited for any more: what regions hold comes under new accounts.
+        """
+        told = self.snapshot()
+        accounts: dict[tuple[str, str], Any] = {}
+        for each in told["accounts"]:
+            posted: dict[str, Any] = {}
+            for fragment, fates in each["posted"].items():
+                merged = each["merged"][int(fragment)]
+                given_up = fates["refused"] + fates["discarded"]
+                known = {**fates, "applied": merged, "pending": 0.0, "uncounted": 0.0}
+                posted[fragment] = {**known, "trained": merged + given_up}
+            accounts[each["region"], each["owner"]] = {**each, "posted": posted}
+        for fragment, tokens in enumerate(counted):
+            for region, amount in tokens.items():
+                known = [it for (name, _), it in accounts.items() if name == region]
+                more = amount - sum(it["applied"][fragment] for it in known)
+                if abs(more) > ROUNDING * max(1.0, amount):
+                    zeros = {"merged": [0.0] * len(counted), "applied": [0.0] * len(counted)}
+                    new = {"region": region, "owner": "", **zeros, "posted": {}}
+                    account = accounts.setdefault((region, ""), new)
+                    account["merged"][fragment] += more
+                    account["applied"][fragment] += more
+        return {**told, "accounts": list(accounts.values()), "waiting": [], "owner": {}}
 
     def _restore(self, record: Entry) -> None:
         before, self.accounts = self.accounts, {}

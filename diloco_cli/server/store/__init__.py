@@ -140,8 +140,13 @@ class Store(Protocol):
 
 
 class StoreKind(Protocol):
-    def open(self, folder: Path, *, layout: str, spec: str) -> tuple[Store, list[Entry]]:
-        """Takes or begins the run's store for this process; gives the journal's records."""
+    def open(
+        self, folder: Path, *, layout: str, spec: str, base: int = 0
+    ) -> tuple[Store, list[Entry]]:
+        """Takes or begins the run's store for this process; gives the journal's records.
+
+        One that is begun numbers them from `base` + 1 on.
+        """
         ...
 
     def read(self, folder: Path, *, layout: str, spec: str) -> tuple[Blobs, JournalContent]:

@@ -48,15 +48,15 @@ class FileJournal:
         self._dead = ""
 
     @classmethod
-    def create(cls, path: Path, *, run: str) -> FileJournal:
-        """Makes an empty journal; it exists with its header or not at all."""
+    def create(cls, path: Path, *, run: str, base: int = 0) -> FileJournal:
+        """Makes an empty journal whose first record is `base` + 1; it is there whole or not."""
         if path.exists():
             raise StoreError(f"{path} exists already.", hint="Open it instead of creating it.")
-        header = journal_format.header(run)
-        frame = journal_format.frame(header, settled=0)
+        header = journal_format.header(run, base=base)
+        frame = journal_format.frame(header._replace(number=0), settled=0)
         with disk_errors(path):
             keep_bytes(path, frame)
-        return cls(path, run, header, len(frame))
+        return cls(path, run, header, len(frame), base)
 
     @classmethod
     def open(cls, path: Path) -> tuple[FileJournal, list[Entry]]:

@@ -13,12 +13,14 @@ with no later proof that it was durable is cut off (nobody was ever told about i
 a bad record with such proof means that the file was damaged and must be repaired.
 
     new         {"journal": 1, "run": id}
+    rebuilt     {"journal": 1, "run": id, "base": n}
     compacted   {"journal": 1, "run": id, "base": n, "chain": c, "settled": m}
 
-In a compacted journal the records up to `base` are gone, `chain` is theirs, record `base` + 1
-is a snapshot of what they amounted to, and records up to `settled` were durable when the file
-was made. The header's framing stays the same in every schema, so that any version can read
-which schema it has before it.
+The records of a rebuilt run are numbered from `base` + 1 on, which is the record of that; there
+were none before. In a compacted journal the records up to `base` are gone, `chain` is theirs,
+record `base` + 1 is a snapshot of what they amounted to, and records up to `settled` were durable
+when the file was made. The header's framing stays the same in every schema, so that any version
+can read which schema it has before it.
 """
 
 from __future__ import annotations
@@ -95,8 +97,11 @@ class JournalContent:
     """Where the next record goes; what follows was never durable."""
 
 
-def header(run: str) -> JournalEntry:
-    return entry(0, b"", {"journal": SCHEMA, "run": run})
+def header(run: str, *, base: int = 0) -> JournalEntry:
+    """The first record of a new journal, whose next record is `base` + 1."""
+    begin: Entry = {"journal": SCHEMA, "run": run}
+    first = entry(0, b"", {**begin, "base": base} if base else begin)
+    return first._replace(number=base)
 
 
 def entry(number: int, chain: bytes, record: Entry) -> JournalEntry:

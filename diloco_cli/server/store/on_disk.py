@@ -77,14 +77,16 @@ class Folder:
     reserve: Annotated[int, Field(ge=0)] = 64 << 20
     """Bytes kept free for journal and versions: uploads are refused before they run out."""
 
-    def open(self, folder: Path, *, layout: str, spec: str) -> tuple[FolderStore, list[Entry]]:
+    def open(
+        self, folder: Path, *, layout: str, spec: str, base: int = 0
+    ) -> tuple[FolderStore, list[Entry]]:
         """Takes the folder for this process; a second server, or another run, is refused."""
         make_folder(folder)
         lock = take_lock(folder)
         try:
             remove_drafts(folder)
             shutil.rmtree(folder / "cache", ignore_errors=True)
-            journal, records = open_run(folder, layout, spec)
+            journal, records = open_run(folder, layout, spec, base=base)
             for name in ("payloads", "parts", "fragments", "cache"):
                 make_folder(folder / name)
             sync_names(folder)

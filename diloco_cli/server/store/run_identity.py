@@ -40,14 +40,19 @@ def in_use(folder: Path, pid: str) -> StoreError:
     )
 
 
-def open_run(folder: Path, layout: str, spec: str) -> tuple[FileJournal, list[Entry]]:
-    """Opens the journal of this run, or begins both; the journal comes first, then run.json."""
+def open_run(
+    folder: Path, layout: str, spec: str, *, base: int = 0
+) -> tuple[FileJournal, list[Entry]]:
+    """Opens the journal of this run, or begins both; the journal comes first, then run.json.
+
+    A journal that is begun numbers its records from `base` + 1 on.
+    """
     path, identity = folder / "journal", folder / "run.json"
     if not path.exists():
         for other in (identity, folder / "fragments"):
             if other.exists():
                 raise StoreDamaged(f"{other} exists, but {path} is missing.")
-        journal, records = FileJournal.create(path, run=secrets.token_hex(8)), []
+        journal, records = FileJournal.create(path, run=secrets.token_hex(8), base=base), []
     else:
         journal, records = FileJournal.open(path)
     try:
@@ -60,7 +65,8 @@ def open_run(folder: Path, layout: str, spec: str) -> tuple[FileJournal, list[En
             fields |= {"layout_digest": layout, "spec_digest": spec}
             with disk_errors(identity):
                 keep_bytes(identity, json.dumps(fields, indent=2).encode())
-        if journal.base and (not records or records[0]["kind"] != "snapshot"):
+        whole = records and records[0]["kind"] in ("snapshot", "rebuilt")
+        if journal.base and not whole and journal.base != base:
             raise StoreDamaged(
                 f"{path} begins with record {journal.base + 1}, which is no snapshot of those "
                 "before."

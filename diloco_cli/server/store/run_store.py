@@ -21,10 +21,10 @@ from diloco_cli.system.failpoints import reach
 
 
 def open_store(
-    choice: Mapping[str, Any], folder: Path, *, layout: str, spec: str
+    choice: Mapping[str, Any], folder: Path, *, layout: str, spec: str, base: int = 0
 ) -> tuple[RunStore, list[Entry]]:
     """Opens the store that a spec names; gives the journal's records, the oldest kept first."""
-    store, records = stores.build(choice).open(folder, layout=layout, spec=spec)
+    store, records = stores.build(choice).open(folder, layout=layout, spec=spec, base=base)
     return RunStore(store), records
 
 

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from diloco_cli.server.refusals import HttpRefusal
 from diloco_cli.server.store import BlobReader, Blobs
+from diloco_cli.wire.messages import RUN_HEADER
 
 FOREVER = "public, max-age=31536000, immutable"
 MEDIA = "application/octet-stream"
@@ -128,6 +129,8 @@ def send(
     `sent` is called with the length of each piece: a client may leave before the last.
     """
     headers = {"etag": resource.etag, "cache-control": FOREVER, "accept-ranges": "bytes"}
+    # Another run has other weights under the same number, and may follow at the same address.
+    headers["vary"] = RUN_HEADER
     headers |= more_headers or {}
     if resource.etag in _etags(request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers=headers)

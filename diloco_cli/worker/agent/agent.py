@@ -30,6 +30,7 @@ from diloco_cli.net.credentials import NOBODY, Credentials
 from diloco_cli.net.options import DEFAULTS, ONCE, Options, Retry
 from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.system.failpoints import reach
 from diloco_cli.system.process_end import exit_in_words
 from diloco_cli.system.wakeup import Wakeup, exit_at_once, stop_on_signals, wake_on_input
 from diloco_cli.wire.messages import Amendments, Joined, Run
@@ -47,6 +48,7 @@ from diloco_cli.worker.agent.trainer_process import (
     InheritedTrainer,
     TrainerProcess,
     how_far,
+    pause_before,
     take_over,
     trainer_argv,
 )
@@ -70,7 +72,6 @@ DRAIN_SECONDS = 10.0
 LEAVE_SECONDS, LEAVE_LEASES = 60.0, 12
 """Of either, the longer: a region that leaves for good waits so long for its work to be merged."""
 HEALTHY_SECONDS = 60.0
-LONGEST_PAUSE = 30.0
 TELL_SECONDS = 60.0
 """Between two lines that say how far the region is."""
 MOST_LETTERS = 600
@@ -201,6 +202,11 @@ class Agent:
             if join.is_replaced(about):
                 self._stop_trainer()
                 join.begin_anew(about)
+            if join.is_continued(about):
+                self._stop_trainer()
+                reach("realign.stopped")
+                join.go_over(about)
+                reach("realign.named")
             join.check(about)
             if about.state == "finished" and not join.identity.run:
                 log.info("the run is finished: there is nothing left to train")
@@ -227,11 +233,12 @@ class Agent:
         return 0
 
     def _is_replaced(self, join: RegionJoin) -> bool:
-        """Says whether the server that refuses us has begun anew meanwhile."""
+        """Says whether the server that refuses us has begun anew, or was rebuilt, meanwhile."""
         self.connect = partial(self.connect, run="")
         try:
             with self.connect(replace(self.options, retry=ONCE)) as server:
-                return join.is_replaced(server.run())
+                about = server.run()
+                return join.is_replaced(about) or join.is_continued(about)
         except DilocoError:
             return False
 
@@ -587,11 +594,3 @@ class Agent:
         """Ends the trainer at once; may be called from a signal handler."""
         if trainer := self.trainer:
             trainer.kill()
-
-
-def pause_before(failures: int) -> float:
-    """Seconds to wait before the next start, after so many in a row that came to nothing.
-
-    The first is made up for at once: whatever killed the trainer need not be its own fault.
-    """
-    return 0.0 if failures <= 1 else min(LONGEST_PAUSE, 0.5 * 2 ** min(failures - 2, 10))

@@ -24,7 +24,7 @@ from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.messages import Amendments, Joined, Run, TextOrder
 from diloco_cli.worker.agent.published_weights import other_history
-from diloco_cli.worker.mailbox import FolderOwner, Mailbox
+from diloco_cli.worker.mailbox import SET_BACK, FolderOwner, Mailbox
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,26 @@ class RegionJoin:
     def is_replaced(self, about: Run) -> bool:
         """Says whether the run of this folder trained nothing and made way for the server's."""
         return bool(self.identity.run) and self.identity.run in about.was
+
+    def is_continued(self, about: Run) -> bool:
+        """Says whether the server's run goes on from the run of this folder."""
+        return bool(self.identity.run) and self.identity.run in about.continues
+
+    def go_over(self, about: Run) -> None:
+        """Makes the folder one of the run that continues its own; nobody may be training.
+
+        All the rest follows from that: images, frames and the checkpoint name their run, and
+        what is of an earlier one is realigned by the next trainer. It does not matter which of
+        them are, so this may end anywhere.
+        """
+        log.info(
+            f"the server's disk was lost and its run rebuilt: {self.region} goes over from run "
+            f"{self.identity.run} to {about.run} with what it holds"
+        )
+        known = {*self.identity.was, self.identity.run}
+        was = tuple(run for run in about.continues if run in known)
+        new = {"run": about.run, "was": was, "owner": secrets.token_hex(8), "boot": 1, "high": -1}
+        self._remember(replace(self.identity, **new, renamed=False))
 
     def begin_anew(self, about: Run) -> None:
         """Makes the folder a new one; interrupted, it is still one of the old run."""
@@ -192,8 +212,7 @@ class RegionJoin:
                 raise StoreError(
                     f"This region holds version {have} of fragment {number}, but the server's "
                     f"newest is {version}: the server was restored from an older copy.",
-                    hint="Restore a newer copy of the server's folder; or delete "
-                    f"{self.mailbox.folder} to go on from what the server has.",
+                    hint=SET_BACK,
                 )
 
     def _refuse_other_history(self, server: Client, joined: Joined) -> None:

@@ -11,13 +11,14 @@ to an older copy and went on from there, and what we hold cannot be measured aga
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from diloco_cli.errors import StoreError, WireError
 from diloco_cli.net.client import Client, Gone
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Frame
 from diloco_cli.wire.messages import Holding
-from diloco_cli.worker.mailbox import Image, Mailbox
+from diloco_cli.worker.mailbox import SET_BACK, Image, Mailbox
 
 
 class PublishedWeights:
@@ -33,6 +34,8 @@ class PublishedWeights:
         """Images that held other bits than were published and have been replaced."""
         self.holds: dict[int, Holding] = {}
         self._wrong: dict[int, str] = {}
+        identity = mailbox.identity()
+        self._was = identity.was if identity else ()
         for number in range(fragments):
             self._look_at(number)
 
@@ -42,8 +45,8 @@ class PublishedWeights:
         except StoreError:
             self._wrong[number] = "our copy could not be read"
             return
-        if image is None:
-            return
+        if image is None or image.run in self._was:
+            return  # Weights of a run that was lost stay until those of this run replace them.
         if vector_digest(image.weights) == image.published:
             self.holds[number] = Holding(version=image.version, digest=image.published)
         else:
@@ -71,6 +74,8 @@ class PublishedWeights:
         """Fetches `version` or newer; gives it, and why it came whole if that is worth a word."""
         have = self.mailbox.image(number) if number in self.holds else None
         image, why = bring_up(server, number, have, version)
+        latest = server.latest(number, after=image.version - 1, wait=0)
+        image = replace(image, counted=latest.counted if latest else {})
         return image, self._wrong.get(number, "") or (why if have else "")
 
     def put(self, number: int, image: Image) -> None:
@@ -116,8 +121,7 @@ def other_history(fragment: int, version: int, what: str) -> StoreError:
         f"Version {version} of fragment {fragment} that this region holds is not the one of "
         f"the server: {what} does not fit. The server was restored from an older copy and went "
         f"on from there.",
-        hint="Restore a newer copy of the server's folder; or delete this region's folder to go "
-        "on from what the server has.",
+        hint=SET_BACK,
     )
 
 
@@ -131,7 +135,7 @@ def add_up(have: Image, chain: Sequence[Frame]) -> Image | None:
             return None
     if said is None:
         return have
-    return Image(said.version, said.merged, said.published, weights)
+    return Image(said.version, said.merged, said.published, weights, said.run)
 
 
 def unpack(frame: Frame) -> Image:
@@ -144,4 +148,4 @@ def unpack(frame: Frame) -> Image:
             f"{said.published[:12]}… was published.",
             hint="It is fetched again; if this repeats, the server's copy is damaged.",
         )
-    return Image(said.version, said.merged, said.published, weights)
+    return Image(said.version, said.merged, said.published, weights, said.run)

@@ -112,6 +112,8 @@ class SyncThreads:
         """Number of the terms that the trainer works under; the agent sets it."""
         self.remark = ""
         """What else people should know of the region; the agent sets it."""
+        identity = mailbox.identity()
+        self._was = identity.was if identity else ()
         self.terms = mailbox.terms()
         """The newest amendments that are on our disk."""
         self._connect, self._options, self._events = connect, options, events
@@ -368,6 +370,8 @@ class SyncThreads:
         for number, version in enumerate(self.news.versions):
             if self._images.version(number) < version and not self.closed.is_set():
                 self._fetch(client, number, version)
+        if self._was:
+            reach("realign.fetched")
         self.up_to_date.set()
         self._on_change()
         wakeup = self._wakeups["download"]
@@ -393,8 +397,8 @@ class SyncThreads:
         if cached and cached[0] == newest:
             return cached[1]
         frame = self.mailbox.frame(number)
-        if frame is None:
-            return None
+        if frame is None or frame.header.run in self._was:
+            return None  # A frame of a run that was lost is nobody's any more.
         posted = PostedFrame(number, frame.digest, frame.header.base, frame.header.clock)
         self._frames[number] = newest, posted
         return posted

@@ -29,6 +29,7 @@ from diloco_cli.worker.handover import HandoverRecord
 from diloco_cli.worker.mailbox import Mailbox
 
 LOOK_SECONDS = 0.5
+LONGEST_PAUSE = 30.0
 
 
 class TrainerProcess:
@@ -269,3 +270,11 @@ def trainer_argv(
     own += ["--region", region, "--dir", str(folder)]
     own += logs.options()
     return own + (["--cores", ",".join(map(str, cores))] if cores else [])
+
+
+def pause_before(failures: int) -> float:
+    """Seconds to wait before the next start, after so many in a row that came to nothing.
+
+    The first is made up for at once: whatever killed the trainer need not be its own fault.
+    """
+    return 0.0 if failures <= 1 else min(LONGEST_PAUSE, 0.5 * 2 ** min(failures - 2, 10))

@@ -28,7 +28,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from diloco_cli.core.lanes import Cursor
-from diloco_cli.errors import DilocoError, StoreError
+from diloco_cli.errors import DilocoError, RunFailed, StoreError
+from diloco_cli.system.failpoints import reach
 from diloco_cli.system.files import keep_files
 
 if TYPE_CHECKING:
@@ -127,6 +128,15 @@ def load(path: Path) -> Checkpoint:
     )
 
 
+def read_cursor(path: Path) -> Cursor:
+    """Where the reading of a checkpoint stands; nothing else of it is read."""
+    try:
+        with safe_open(path, framework="np") as file:
+            return Cursor.of(json.loads((file.metadata() or {})["diloco"])["cursor"])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise StoreError(f"The checkpoint {path} cannot be read: {error}.", hint=HINT) from None
+
+
 def _arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     groups: dict[str, Mapping[str, np.ndarray]] = {
         "params/": checkpoint.params,
@@ -214,6 +224,19 @@ class CheckpointWriter:
         self._writing.add_done_callback(lambda _: self._wake())
         self._saved_at = time.monotonic()
         self._blocked = self._saved_at - began
+
+    def keep_realigned(self, weights: WeightsAndBooks) -> None:
+        """Makes the step from a run to the one that continues it durable, or fails.
+
+        Until then every start makes the same step from the same files. A frame that was posted
+        before would be taken for nothing by it, and its work sent once more.
+        """
+        weights.engine.wait()
+        reach("realign.stood")
+        self.save(weights)
+        if trouble := self.wait():
+            raise RunFailed(f"{trouble}; it is tried again with the next start")
+        reach("realign.saved")
 
     def is_due(self, *, now: float) -> bool:
         pause = self._target.interval(self._blocked, self._effort)

@@ -154,7 +154,7 @@ class OuterLoop(Generic[Books]):
         startup: StartupTimes | None = None,
     ) -> None:
         """`begin` puts the weights of a resume point where the inner steps find them."""
-        place = RegionPlace(task.region, task.layout, task.alpha, mailbox.folder)
+        place = RegionPlace(task.region, task.layout, task.alpha)
         self.inbox = Inbox(mailbox, task.layout.fragments)
         start = resume(mailbox, place, task.tensors, sharded and sharded.newest)
         self.mailbox, self.wakeup = mailbox, wakeup
@@ -172,7 +172,7 @@ class OuterLoop(Generic[Books]):
         )
         self.progress = ProgressReport(task, mailbox, events, tell=tell)
         self.averages = self.progress.averages
-        before = mailbox.progress()
+        before = None if start.realigned else mailbox.progress()
         self.evaluation = HeldoutEvaluation(self.task, before.heldout if before else None, measure)
         self.compiled = self.ended = False
         self._loss: SupportsFloat | None = None
@@ -183,7 +183,10 @@ class OuterLoop(Generic[Books]):
             sharded or CheckpointFile(mailbox.checkpoint), wake=wakeup.wake, now=time.monotonic()
         )
         self.lanes = self._lanes_of(start)
-        if start.renamed:
+        if start.realigned:
+            self.checkpoints.keep_realigned(self.weights)
+            self.progress.realigned(self.weights, since=start.realigned)
+        elif start.renamed:
             # Before anything is posted: a restart must not begin the books once more.
             self._checkpoint()
             self.checkpoints.wait()

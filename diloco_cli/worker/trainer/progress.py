@@ -49,6 +49,18 @@ class ProgressReport:
         self._paced = task.tokens * speed / step if step and task.tokens else 0.0
         self._step = -1
 
+    def realigned(self, weights: WeightsAndBooks, *, since: str) -> None:
+        """Tells that the region goes on in the run that continues its own, `since`."""
+        self.events.note(
+            "realigned",
+            region=self.task.region,
+            run=weights.run,
+            since=since,
+            versions=weights.versions,
+            held=[book.held.tokens for book in weights.books],
+            lost=[book.totals.discarded for book in weights.books],
+        )
+
     def resume(self, before: TrainerProgress, weights: WeightsAndBooks) -> None:
         """Takes over what the trainer before had counted; what it did and we lack is lost.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,12 @@ import numpy as np
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.fragments import Fragment, Layout, Tensor, gather, scatter
 from diloco_cli.core.lanes import Cursor
-from diloco_cli.core.unmerged_work import Book, Flight, Posted, Totals, Work
+from diloco_cli.core.unmerged_work import Book, Flight, Origin, Posted, Totals, Work
 from diloco_cli.errors import StoreError, WireError
 from diloco_cli.wire.frame import Frame
 from diloco_cli.worker.engines import mixed
 from diloco_cli.worker.engines.learning_rate import RatePlan
-from diloco_cli.worker.mailbox import FolderOwner, Image, Mailbox
+from diloco_cli.worker.mailbox import SET_BACK, FolderOwner, Image, Mailbox
 from diloco_cli.worker.trainer import checkpoint
 from diloco_cli.worker.trainer.checkpoint import Checkpoint
 
@@ -72,6 +71,9 @@ class ResumePoint:
     """About checkpoints that could not be read."""
     renamed: bool = False
     """The folder has another owner id than the checkpoint: its books begin anew."""
+    realigned: str = ""
+    """The run that it comes from, if its own continues that one. Nothing may be posted before a
+    checkpoint of the new run is durable: until then it would be realigned once more."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,6 @@ class RegionPlace:
     region: str
     layout: Layout
     alpha: float
-    folder: Path | str = "this region's folder"
-    """As messages name it."""
 
 
 ReadSharded = Callable[[Callable[[str], None]], Checkpoint | None]
@@ -98,25 +98,32 @@ def resume(
     """Reads the three and settles against the newest images."""
     identity = mailbox.identity() or FolderOwner("", 0)
     remarks: list[str] = []
-    saved = _checkpoint(mailbox, identity, place)
+    saved, runs = _checkpoint(mailbox, identity, place), (*identity.was, identity.run)
     if sharded and (other := sharded(remarks.append)):
         _refuse_foreign(other, "The newest sharded checkpoint", identity, place)
         # A region that went over from the one to the other has both.
-        saved = max((each for each in (saved, other) if each), key=lambda each: each.clock)
+        saved = max(
+            (each for each in (saved, other) if each),
+            key=lambda each: (runs.index(each.meta["run"]), each.clock),
+        )
     moved = saved is not None and saved.meta.get("region", place.region) != place.region
-    frames = [_frame(mailbox, fragment) for fragment in place.layout.fragments]
+    posted = [_frame(mailbox, fragment) for fragment in place.layout.fragments]
+    run = saved.meta["run"] if saved else _newest_run(runs, posted)
+    realigned, others = run in identity.was, {*runs} - {run}
+    frames = [None if frame and frame.header.run in others else frame for frame in posted]
     params = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in tensors}
     books, anchors = [], []
     for fragment, frame in zip(place.layout.fragments, frames, strict=True):
         image = _image(mailbox, fragment)
-        book, anchor, local = resume_fragment(place, fragment, saved, frame, image)
+        stand = realign_fragment if realigned else resume_fragment
+        book, anchor, local = stand(place, fragment, saved, frame, image)
         if moved:
             merged = image.merged.get(place.region, "")
             book, local = unmerged_work.moved(book, image.version, merged), image.weights
         books.append(book)
         anchors.append(anchor)
         scatter(local, fragment, params)
-    clocks = [frame.header.clock for frame in frames if frame]
+    clocks = [frame.header.clock for frame in posted if frame]
     # A trainer with a new owner id writes a checkpoint before it posts: without one, what is
     # posted is older than the id.
     renamed = (
@@ -124,24 +131,67 @@ def resume(
         if saved
         else identity.renamed and bool(clocks)
     )
-    if renamed and not moved:
+    if renamed and not moved and not realigned:
         books = [unmerged_work.renamed(book) for book in books]
+    terms = saved.meta.get("terms") if saved else None
     return ResumePoint(
         books=books,
         anchors=anchors,
         params=params,
         opt_state=_optimizer(saved) if saved else None,
         cursor=newest_cursor(saved, [frame for frame in frames if frame]),
-        clock=max([saved.clock if saved else 0, identity.high, *clocks]),
+        # Above what the server has decided: a frame may be due before the next step.
+        clock=max([saved.clock if saved else 0, identity.high + 1, *clocks]),
         resumed=saved is not None or bool(clocks),
-        terms=SavedTerms.of(saved.meta["terms"]) if saved else None,
+        terms=SavedTerms.of(terms) if terms else None,
         remarks=tuple(remarks),
-        renamed=renamed,
+        renamed=renamed or realigned,
+        realigned=run if realigned else "",
     )
 
 
 def _optimizer(saved: Checkpoint) -> Mapping[str, np.ndarray]:
     return saved.sharded.optimizer if saved.sharded else saved.opt_state
+
+
+def _newest_run(runs: Sequence[str], frames: Iterable[Frame | None]) -> str:
+    """The run that frames without a checkpoint are of; the folder's own if there are none."""
+    found = {frame.header.run for frame in frames if frame}
+    return next((run for run in reversed(runs) if run in found), runs[-1])
+
+
+def realign_fragment(
+    place: RegionPlace,
+    fragment: Fragment,
+    saved: Checkpoint | None,
+    frame: Frame | None,
+    image: Image,
+) -> tuple[Book, np.ndarray, np.ndarray]:
+    """As `resume_fragment`, where the image is of the run that continues the checkpoint's."""
+    book, held, _ = _held(place, fragment, saved, frame)
+    merged = image.merged.get(place.region, "")
+    book, mix = unmerged_work.realign(book, image.version, merged, place.alpha)
+    kept = mixed(lambda: held, mix, frame.values if frame else None)
+    return book, image.weights, image.weights if kept is None else image.weights - kept
+
+
+def _held(
+    place: RegionPlace, fragment: Fragment, saved: Checkpoint | None, frame: Frame | None
+) -> tuple[Book, np.ndarray, Origin]:
+    """The book that a fragment goes on from, what is held of it, and where that comes from."""
+    number = fragment.number
+    book, origin = unmerged_work.start(
+        read_book(saved.books[number]) if saved else None,
+        _posted(frame) if frame else None,
+        place.alpha,
+    )
+    if origin == "checkpoint" and saved and saved.sharded:
+        return book, saved.sharded.held[number][: fragment.size], origin
+    if origin == "checkpoint" and saved:
+        return book, saved.anchors[number] - gather(saved.params, fragment), origin
+    if origin == "frame" and frame:
+        return book, frame.values(), origin
+    return book, np.zeros(fragment.size, np.float32), origin
 
 
 def resume_fragment(
@@ -153,28 +203,19 @@ def resume_fragment(
 ) -> tuple[Book, np.ndarray, np.ndarray]:
     """Gives one fragment's book, its anchor and its local weights."""
     number = fragment.number
-    book, origin = unmerged_work.start(
-        read_book(saved.books[number]) if saved else None,
-        _posted(frame) if frame else None,
-        place.alpha,
-    )
+    book, held, origin = _held(place, fragment, saved, frame)
     if image.version < book.version:
         raise StoreError(
             f"Region {place.region} has adopted version {book.version} of fragment {number}, "
-            f"but the server's newest is {image.version}.",
-            hint="The server was restored from an older copy. Restore a newer one, or delete "
-            f"{place.folder} to go on from what the server has.",
+            f"but the server's newest is {image.version}: the server was restored from an older "
+            "copy.",
+            hint=SET_BACK,
         )
-    if origin == "checkpoint" and saved and saved.sharded:
-        held = saved.sharded.held[number][: fragment.size]
-    elif origin == "checkpoint" and saved:
-        local = gather(saved.params, fragment)
+    if origin == "checkpoint" and saved and not saved.sharded:
         same = np.array_equal(saved.anchors[number], image.weights)
-        if image.version == book.version and same:
-            return book, image.weights, local  # To the bit, as if it had never stopped.
-        held = saved.anchors[number] - local
-    else:
-        held = frame.values() if frame and origin == "frame" else np.zeros_like(image.weights)
+        if same and image.version == book.version:
+            # To the bit, as if it had never stopped.
+            return book, image.weights, gather(saved.params, fragment)
     if image.version > book.version:
         merged = image.merged.get(place.region, "")
         book, mix = unmerged_work.settle(book, image.version, merged, place.alpha)
@@ -196,6 +237,7 @@ def read_book(data: Mapping[str, Any]) -> Book:
         flight=Flight(**{**flight, "work": Work(**flight["work"])}) if flight else None,
         posted=data["posted"],
         totals=Totals(**data["totals"]),
+        merges=tuple((digest, applied) for digest, applied in data["merges"]),
     )
 
 
@@ -210,11 +252,11 @@ def _checkpoint(mailbox: Mailbox, identity: FolderOwner, place: RegionPlace) -> 
 def _refuse_foreign(
     saved: Checkpoint, name: str, identity: FolderOwner, place: RegionPlace
 ) -> None:
-    belongs = {"run": identity.run, "layout": place.layout.digest}
+    belongs = {"run": (identity.run, *identity.was), "layout": (place.layout.digest,)}
     for key, expected in belongs.items():
-        if (actual := saved.meta.get(key)) != expected:
+        if (actual := saved.meta.get(key)) not in expected:
             raise StoreError(
-                f"{name} is of {key} {actual}, not {expected}.",
+                f"{name} is of {key} {actual}, not {expected[0]}.",
                 hint="Delete it; the region then restarts from the published weights.",
             )
 

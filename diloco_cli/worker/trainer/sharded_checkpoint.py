@@ -11,7 +11,7 @@ So a checkpoint needs no anchors and fits whatever version is the newest by then
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from diloco_cli.worker.trainer.weights_and_books import TrainedWeights, WeightsA
 class ShardedCheckpoints:
     """One region's sharded checkpoints; see `CheckpointTarget`."""
 
-    def __init__(self, folder: OrbaxFolder, every: float) -> None:
-        self._folder, self._every = folder, every
+    def __init__(self, folder: OrbaxFolder, every: float, *, before: Sequence[Path] = ()) -> None:
+        """`before` are folders of the runs that this one continues, newest first."""
+        self._folder, self._every, self._before = folder, every, before
 
     def begin(self, weights: WeightsAndBooks) -> Callable[[], None]:
         assert isinstance(weights, TrainedWeights)  # Whoever makes the steps can save where it is.
@@ -48,11 +49,12 @@ class ShardedCheckpoints:
 
     def newest(self, note: Callable[[str], None]) -> Checkpoint | None:
         """Reads the newest checkpoint that is whole; `note` hears of those that are not."""
-        for number in self._folder.numbers():
-            try:
-                return _checkpoint(self._folder.read(number))
-            except StoreError as error:
-                note(f"{error.message} The one before is tried.")
+        for folder in (self._folder, *(OrbaxFolder(path, keep=1) for path in self._before)):
+            for number in folder.numbers():
+                try:
+                    return _checkpoint(folder.read(number))
+                except StoreError as error:
+                    note(f"{error.message} The one before is tried.")
         return None
 
     def close(self) -> None:
@@ -64,15 +66,16 @@ def sharded_checkpoints(region: RegionSpec, mailbox: Mailbox) -> ShardedCheckpoi
     if region.checkpoint is None:
         return None
     identity = mailbox.identity()
-    run = identity.run if identity else ""
-    # Runs that begin anew under one name, and regions that share a disk, have each their own.
-    folder = (
-        Path(region.checkpoint.to) / run / region.name
-        if region.checkpoint.to
-        else mailbox.checkpoints / run
-    )
-    orbax = OrbaxFolder(folder, keep=region.checkpoint.keep)
-    return ShardedCheckpoints(orbax, region.checkpoint.every_seconds)
+    run, was = (identity.run, identity.was) if identity else ("", ())
+    to = region.checkpoint.to
+
+    def folder(run: str) -> Path:
+        # Runs that begin anew under one name, and regions that share a disk, have each their own.
+        return Path(to) / run / region.name if to else mailbox.checkpoints / run
+
+    orbax = OrbaxFolder(folder(run), keep=region.checkpoint.keep)
+    before = [folder(each) for each in reversed(was) if folder(each).is_dir()]
+    return ShardedCheckpoints(orbax, region.checkpoint.every_seconds, before=before)
 
 
 def _checkpoint(saved: SavedState) -> Checkpoint:

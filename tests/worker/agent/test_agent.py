@@ -15,7 +15,8 @@ from diloco_cli.net.options import Options
 from diloco_cli.observe.events import read_events
 from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.messages import FragmentProgress, TrainerProgress
-from diloco_cli.worker.agent.agent import Agent, pause_before
+from diloco_cli.worker.agent.agent import Agent
+from diloco_cli.worker.agent.trainer_process import pause_before
 from diloco_cli.worker.mailbox import Mailbox
 from tests.worker.fake_server import SHARED, settings_in
 

@@ -40,7 +40,7 @@ def test_a_new_region_starts_from_the_published_weights(play):
 def test_a_region_whose_disk_was_lost_starts_above_every_clock_the_server_has_seen(play):
     stage, trainer = play()
     stage.mailbox.write_identity(FolderOwner("other", 1, "run-1", high=77))
-    assert again(stage, trainer).weights.clock == 77
+    assert again(stage, trainer).weights.clock == 78
 
 
 def test_a_missing_image_is_named(play):

@@ -1,0 +1,58 @@
+"""A server whose disk is destroyed in mid-run: the run goes on from what its regions hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+
+import pytest
+
+from diloco_cli.observe.events import read_events
+from tests.cli.harness import diloco
+from tests.live.processes import Live
+
+pytestmark = pytest.mark.live
+
+
+def realigned(run: Live) -> list[dict]:
+    log = read_events(run.folder / "events.jsonl")
+    return [event.fields for event in log if event.kind == "realigned"]
+
+
+def test_a_run_goes_on_from_its_regions_when_the_servers_disk_is_destroyed(live, capsys):
+    run = live({"name": "paris"}, {"name": "tokyo"})
+    server, *workers = run.serve(), run.work("paris"), run.work("tokyo")
+    run.wait_for(lambda: run.status().outer_steps >= 6, server, *workers)
+    before = run.status()
+    url = run.address["url"]
+    os.kill(server.pid, signal.SIGKILL)
+    run.exit_code(server)
+    shutil.rmtree(run.folder / "server")
+    lost_at = time.monotonic()
+
+    code, out, said = diloco(
+        capsys, "restore", "--from-regions", run.folder, "--dir", run.folder, "--yes"
+    )
+    assert code == 0, said
+    assert f"continues {before.run}" in out and "momentum fresh" in out
+    # The same address, so that workers that are still running find it.
+    (run.folder / "server" / "address.json").write_text(json.dumps({"url": url, "pid": 0}))
+    server = run.serve()
+    assert run.status().run != before.run
+    steps = run.status().outer_steps
+    run.wait_for(lambda: len(realigned(run)) == 2, server, *workers)
+    run.wait_for(lambda: run.status().outer_steps >= steps + 6, server, *workers)
+    seconds = time.monotonic() - lost_at
+    after = run.status()
+    print(f"down for {seconds:.1f} s; realigned: {realigned(run)}")
+    assert after.tokens.applied > before.tokens.applied * 0.5
+    for worker in workers:
+        worker.ask()
+        assert run.exit_code(worker) == 0
+    server.ask()
+    assert run.exit_code(server) == 0
+    assert run.summary()["balanced"], run.summary()
+    assert diloco(capsys, "replay", run.folder)[0] == 0
