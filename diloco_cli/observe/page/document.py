@@ -1,10 +1,11 @@
 """The page, part by part: is it well, what is it doing, how did it get here.
 
     alarms → sentence and progress → loss | speed, goodput → rounds → regions
-           → traffic | tokens | amendments → events
+           → traffic | tokens | goodputs → amendments → events
 
-A figure stands beside the chart that explains it. A region has one colour on every chart and in
-every row; red is for alarms alone. Text from regions is escaped, and no part needs the script.
+A figure stands beside the chart that explains it. Red is for alarms alone. Text from regions is
+escaped, and no part needs the script: it reads values off the charts, and swaps parts for newer
+ones.
 """
 
 from __future__ import annotations
@@ -13,16 +14,12 @@ import base64
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from diloco_cli.observe.metrics import (
-    per_device,
-    seconds_left,
-    standing_in_words,
-    warnings,
-)
+from diloco_cli.observe.metrics import seconds_left, standing_in_words, warnings
 from diloco_cli.observe.page.curves import (
     MOST_LINES,
     goodput_chart,
@@ -31,18 +28,25 @@ from diloco_cli.observe.page.curves import (
     speed_chart,
     traffic_chart,
 )
-from diloco_cli.observe.page.round_chart import newest_round_in_words, round_chart
-from diloco_cli.observe.page.sparkline import sparkline
-from diloco_cli.observe.status import RegionStatus, Status
-from diloco_cli.observe.units import UNKNOWN, amount, bits, bytes_, loss, percent, seconds
+from diloco_cli.observe.page.event_list import Event, clock, event_list
+from diloco_cli.observe.page.figures import (
+    against_gradients,
+    bits_bars,
+    fates,
+    figure_list,
+    heading,
+    section,
+)
+from diloco_cli.observe.page.marks import DEFINITIONS, mark, styles_of
+from diloco_cli.observe.page.region_table import region_table
+from diloco_cli.observe.page.round_chart import round_chart, rounds_in_words
+from diloco_cli.observe.page.round_story import magnified, round_told, story
+from diloco_cli.observe.status import Status
+from diloco_cli.observe.units import amount, bytes_, loss, percent, seconds
 
-COLOURS = 8
-FULL_BITS = 32.0
-"""Of a parameter that nobody compresses."""
 RECENT_ROWS = 60
 """Rows from whose pace the time to the end is estimated."""
-FIGURES = (*("tokens/s", "training loss", "share", "behind", "exchange", "last merged", "step"),)
-"""What stands beside each region."""
+DAY = 86_400.0
 
 EMPTY: Mapping[str, Any] = {
     "run": {"at": []},
@@ -51,6 +55,25 @@ EMPTY: Mapping[str, Any] = {
     "rounds": [],
     "now": 0.0,
 }
+
+
+@dataclass(frozen=True)
+class View:
+    """What somebody looks at: what the address of the page says after the `?`."""
+
+    by_time: bool = False
+    """Losses over time instead of merged tokens."""
+    round: int | None = None
+    """The round that is told; the newest where none is chosen."""
+
+    def link(self, **changes: str) -> str:
+        """The address of another view."""
+        kept = {"x": "time" if self.by_time else "", "round": str(self.round or "")}
+        words = {key: value for key, value in {**kept, **changes}.items() if value}
+        return "?" + "&".join(f"{key}={value}" for key, value in words.items())
+
+
+NEWEST = View()
 
 
 def _asset(name: str) -> str:
@@ -73,28 +96,38 @@ POLICY = (
 def page(
     status: Status,
     history: Mapping[str, Any] = EMPTY,
-    events: Sequence[tuple[float, str, str, str]] = (),
+    events: Sequence[Event] = (),
     *,
-    by_time: bool = False,
+    view: View = NEWEST,
+    wall: float | None = None,
 ) -> str:
     """Renders a run as one self-contained HTML page.
 
     `history` is the document of `GET /v1/history`, `events` the newest ones as wall time, kind,
-    region and words; `by_time` draws the losses over time instead of merged tokens.
+    region and words; `wall` is the time of day.
     """
     alarms = warnings(status)
     left = _time_left(status, history)
+    styles = styles_of([region.name for region in status.regions])
+    wall = time.time() if wall is None else wall
+    who = standing_in_words(status) or "A region weighs what it trained; the tick is an even share."
+    regions = heading("Regions", "", who) + region_table(status, history, events, styles)
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{escape(_title(status, left, alarms))}</title><style>{STYLE}</style></head><body>"
-        f"<div class='page'>{_top(status)}<p id='link' role='status'></p>"
+        f"{DEFINITIONS}<div class='page'>{_top(status, wall)}<p id='link' role='status'></p>"
         f"<main id='live' data-state='{escape(status.state)}'>"
-        f"{_alarms(alarms)}{_sentence(status, left)}"
-        f"<div class='two'>{_loss(status, history, by_time)}{_speed(status, history)}</div>"
-        f"{_rounds(status, history)}{_regions(status, history)}"
-        f"<div class='three'>{_traffic(status, history)}{_tokens(status)}{_goodputs(status)}</div>"
-        f"{_amendments(status)}{_events(events)}</main></div>"
+        f"<div id='alarms'>{_alarms(alarms)}</div>"
+        f"<div id='sentence'>{_sentence(status, left, wall)}</div>"
+        f"<div class='two'>{section('losses', _loss(status, history, view, styles))}"
+        f"{section('speeds', _speed(status, history, styles))}</div>"
+        f"{section('rounds', _rounds(status, history, view, styles))}"
+        f"{section('regions', regions)}"
+        f"<div class='three'>{section('traffic', _traffic(status, history))}"
+        f"{section('tokens', _tokens(status))}{section('goodputs', _goodputs(status))}</div>"
+        f"{section('amendments', _amendments(status))}"
+        f"{section('events', event_list(events, styles))}</main>{_bottom()}</div>"
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
 
@@ -105,7 +138,7 @@ def _title(status: Status, left: float | None, alarms: Sequence[str]) -> str:
     return f"{'▲ ' if alarms else ''}{share}{ends} · {status.name}: {status.state}"
 
 
-def _top(status: Status) -> str:
+def _top(status: Status, wall: float) -> str:
     links = {
         "/v1/status": "Status",
         "/v1/history": "History",
@@ -116,13 +149,22 @@ def _top(status: Status) -> str:
     listed = "".join(f"<a href='{url}'>{text}</a>" for url, text in links.items())
     began = f", began with {escape(status.start.source)}" if status.start else ""
     return (
-        f"<header><b>{escape(status.name)}</b><span>run {escape(status.run)}{began}</span>"
+        f"<header><b><bdi>{escape(status.name)}</bdi></b><span>run {escape(status.run)}{began}"
+        f"</span><span id='as-of'>as of {clock(wall)} UTC</span>"
         f"<nav aria-label='Documents'>{listed}</nav></header>"
     )
 
 
+def _bottom() -> str:
+    return (
+        "<footer><span>All times UTC</span><span class='script'>Point at a chart to read it, or "
+        "reach it with Tab and use ← and →.</span><noscript>Without script this page shows the "
+        "moment it was loaded; load it again for a newer one.</noscript></footer>"
+    )
+
+
 def _alarms(alarms: Sequence[str]) -> str:
-    lines = "".join(f"<p>{escape(alarm)}</p>" for alarm in alarms)
+    lines = "".join(f"<p>▲ {escape(alarm)}</p>" for alarm in alarms)
     return f"<div class='alarm' role='alert'>{lines}</div>" if alarms else ""
 
 
@@ -131,7 +173,7 @@ def _time_left(status: Status, history: Mapping[str, Any]) -> float | None:
     return None if status.ended else seconds_left(known[-RECENT_ROWS:], status.tokens.budget)
 
 
-def _sentence(status: Status, left: float | None) -> str:
+def _sentence(status: Status, left: float | None, wall: float) -> str:
     tokens = status.tokens
     of = f"{amount(tokens.applied)} of {amount(tokens.budget)} tokens"
     members = [region for region in status.regions if region.member]
@@ -141,173 +183,146 @@ def _sentence(status: Status, left: float | None) -> str:
         rest = f"held-out loss {loss(status.loss.heldout)}"
     ends = f", {seconds(left)} left" if left is not None else ""
     why = f" ({escape(status.why)})" if status.why else ""
-    done = 100 * min(1.0, tokens.applied / max(1, tokens.budget))
+    done = 100 * min(1.0, max(0.0, tokens.applied / max(1, tokens.budget)))
     held = min(100 - done, 100 * max(0.0, tokens.pending) / max(1, tokens.budget))
+    fragments = len(status.fragments) or len(status.clock)
     facts = [
-        (percent(done / 100), "merged"),
-        (seconds(status.seconds), "of running time"),
-        (amount(status.outer_steps), "outer steps"),
-        (str(len(status.fragments) or len(status.clock)), "fragments"),
+        (percent(done / 100), "merged", ""),
+        (seconds(status.seconds), "of running time", ""),
+        (_ends_at(wall, left), "", "ends about ") if left is not None else None,
+        (amount(status.outer_steps), "outer steps", ""),
+        (amount(status.parameters), f"parameters in {fragments} fragments", ""),
+        (str(status.quorum), f"of {len(members)} regions make a quorum", "")
+        if status.quorum and members
+        else None,
     ]
-    listed = "".join(f"<span><b>{value}</b> {what}</span>" for value, what in facts)
+    listed = "".join(
+        f"<span>{before}<b>{value}</b> {what}</span>"
+        for value, what, before in filter(None, facts)
+        if value != "–"
+    )
     return (
         f"<h1>{escape(status.state.capitalize())}: {of}{ends}; "
         f"<span class='quiet'>{rest}{why}</span></h1>"
-        f"<svg class='bar' role='img' aria-label='{of}' width='100%' height='10'>"
-        "<rect class='ground' width='100%' height='10'/>"
-        f"<rect class='merge' width='{done:.2f}%' height='10'/>"
-        f"<rect class='pending' x='{done:.2f}%' width='{held:.2f}%' height='10'/></svg>"
+        f"<svg class='bar' role='img' aria-label='{of}' width='100%' height='12'>"
+        "<rect class='ground' width='100%' height='12'/>"
+        f"<rect class='merge' width='{done:.2f}%' height='12'/>"
+        f"<rect class='grace' x='{done:.2f}%' width='{held:.2f}%' height='12'/></svg>"
         f"<p class='facts'>{listed}</p>"
     )
 
 
-def styles_of(regions: Sequence[str]) -> dict[str, str]:
-    """Each region's colour, by its place."""
-    return {name: f"r{place % COLOURS}" for place, name in enumerate(regions)}
+def _ends_at(wall: float, left: float) -> str:
+    shown = clock(wall + left)
+    return shown.rsplit(" ", 1)[-1] if left < DAY else shown.rsplit(":", 1)[0]
 
 
-def heading(title: str, figure: str = "", more: str = "", end: str = "") -> str:
-    big = f"<b class='big'>{figure}</b>" if figure else ""
-    quiet = f"<span class='quiet'>{more}</span>" if more else ""
-    return f"<div class='head'><h2>{title}</h2>{big}{quiet}{end}</div>"
-
-
-def _loss(status: Status, history: Mapping[str, Any], by_time: bool) -> str:
+def _loss(status: Status, history: Mapping[str, Any], view: View, styles: Mapping[str, str]) -> str:
+    here = " aria-current=true"
     switch = (
         "<nav class='switch' aria-label='Horizontal axis'>"
-        f"<a href='?x=tokens'{'' if by_time else ' aria-current=true'}>Merged tokens</a>"
-        f"<a href='?x=time'{' aria-current=true' if by_time else ''}>Time</a></nav>"
+        f"<a href='{escape(view.link(x='tokens'))}'{'' if view.by_time else here}>Merged tokens</a>"
+        f"<a href='{escape(view.link(x='time'))}'{here if view.by_time else ''}>Time</a></nav>"
     )
     at = status.loss.heldout_at
-    measured = f"at outer step {amount(at)}; " if at is not None else ""
+    measured = f"at outer step {amount(at)}{_fall(history)}; " if at is not None else ""
     drawing = loss_chart(
         history,
-        styles_of([region.name for region in status.regions]),
-        end=history["now"] if by_time else status.tokens.budget,
+        styles,
+        end=history["now"] if view.by_time else status.tokens.budget,
         label=f"Held-out loss, now {loss(status.loss.heldout)}, and training loss of each region",
-        by_time=by_time,
+        by_time=view.by_time,
+        rule="" if view.by_time else "budget",
     )
     more = f"{measured}training {loss(status.loss.train)}"
+    band = "The band holds eight of ten regions. " if len(history["regions"]) > MOST_LINES else ""
+    said = f"Nats per token, log scale. {band}{_legend(history, styles)}"
     return (
-        f"<section>{heading('Held-out loss', loss(status.loss.heldout), more, switch)}{drawing}"
-        f"<p class='quiet small'>Nats per token, log scale. {_legend(status, history)}</p>"
-        "</section>"
+        f"{heading('Held-out loss', loss(status.loss.heldout), more, switch)}{drawing}"
+        f"<p class='quiet small read'>{said}</p>"
     )
 
 
-def _legend(status: Status, history: Mapping[str, Any]) -> str:
-    styles = styles_of([region.name for region in status.regions])
-    names = [name for name in history["regions"] if name in styles][:MOST_LINES]
+def _fall(history: Mapping[str, Any]) -> str:
+    points = history["evaluations"]
+    if len(points) < 2:
+        return ""
+    change = points[-1][2] - points[-2][2]
+    return f" ({'−' if change < 0 else '+'}{abs(change):.3f})"
+
+
+def _legend(history: Mapping[str, Any], styles: Mapping[str, str]) -> str:
+    if len(history["regions"]) > MOST_LINES:
+        return ""
     listed = "".join(
-        f"<span class='key'><i class='mark {styles[name]}'></i>{escape(name)}</span>"
-        for name in names
+        f"<span class='key'>{mark(styles[name])}<bdi>{escape(name)}</bdi></span>"
+        for name in history["regions"]
+        if name in styles
     )
-    return f"<span class='key'><i class='mark'></i>held-out</span>{listed}"
+    return f"<span class='key'>{mark('')}held-out</span>{listed}"
 
 
-def _speed(status: Status, history: Mapping[str, Any]) -> str:
-    styles = styles_of([region.name for region in status.regions])
+def _speed(status: Status, history: Mapping[str, Any], styles: Mapping[str, str]) -> str:
     total = sum(region.tokens_per_second or 0.0 for region in status.regions)
     speed = speed_chart(history, styles, label=f"Tokens per second, together {amount(total)}")
     share = percent(status.goodputs.time)
     useful = goodput_chart(history, label=f"Time that went into useful steps, now {share}")
     return (
-        f"<section>{heading('Speed', amount(total), 'tokens/s, all regions')}{speed}"
-        f"{heading('Goodput', share, 'of the time went into useful steps')}{useful}</section>"
+        f"{heading('Speed', amount(total), 'tokens/s, all regions')}{speed}"
+        f"{heading('Goodput', share, 'of the time went into useful steps')}{useful}"
+        "<p class='quiet small read'></p>"
     )
 
 
-def _rounds(status: Status, history: Mapping[str, Any]) -> str:
-    styles = styles_of([region.name for region in status.regions])
-    rounds = history["rounds"]
-    drawing = round_chart(rounds, history["now"], styles)
-    words = newest_round_in_words(rounds, styles)
-    about = "Regions never stop training. Each fragment is called, answered, merged and published."
-    return (
-        f"<section>{heading('Rounds', '', about)}<div class='two'><div>{drawing}"
+def _rounds(
+    status: Status, history: Mapping[str, Any], view: View, styles: Mapping[str, str]
+) -> str:
+    rounds, now = history["rounds"], history["now"]
+    about = (
+        "Regions never stop training. The model travels in fragments, one round each: called, "
+        "answered, merged, published, adopted."
+    )
+    told = round_told(rounds, view.round)
+    link = view.link(round="")
+    drawing = round_chart(
+        rounds,
+        now,
+        styles,
+        quorum=status.quorum,
+        chosen=told["number"] if told else None,
+        link=f"{link}{'' if link == '?' else '&'}round=",
+    )
+    words, closer = "", ""
+    if told:
+        back = f"<p class='small'><a href='{escape(link)}'>Follow the newest round</a></p>"
+        words = story(told, styles, status.quorum) + (back if view.round else "")
+        closer = magnified(told, styles, now, status.quorum)
+    key = (
         "<p class='quiet small'>Grey: waits for answers. Hatched: grace window. Black: merge. "
-        "Filled mark: an answer; hollow: an adoption.</p></div>"
-        f"<div class='told'>{words}</div></div></section>"
+        "Filled mark: an answer; hollow: an adoption; ×: not in this round. "
+        f"{rounds_in_words(rounds)}</p>"
     )
-
-
-def _regions(status: Status, history: Mapping[str, Any]) -> str:
-    head = "".join(f"<th scope='col'>{text}</th>" for text in ("region", "state", *FIGURES))
-    rows = "".join(_region(status, region, history) for region in status.regions)
-    who = standing_in_words(status)
     return (
-        f"<section>{heading('Regions', '', who)}<div class='wide' tabindex='0' role='region' "
-        f"aria-label='Regions'><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        "</div></section>"
-    )
-
-
-def _region(status: Status, region: RegionStatus, history: Mapping[str, Any]) -> str:
-    state, style = region.state, styles_of([region.name for region in status.regions])[region.name]
-    curves = history["regions"].get(region.name, {})
-    bad = " class='bad'" if state in ("away", "failed") and not status.ended else ""
-    share = region.share or 0.0
-    cells = (
-        f"<span class='cell'><b>{amount(region.tokens_per_second)}</b>"
-        f"{sparkline(curves.get('tokens_per_second', ()), style)}</span>",
-        f"<span class='cell'><b>{loss(region.loss)}</b>"
-        f"{sparkline(curves.get('loss', ()), style)}</span>",
-        f"<span class='cell'><b>{percent(region.share)}</b><svg class='share' aria-hidden='true' "
-        "width='80' height='8'><rect class='ground' width='80' height='8'/>"
-        f"<rect class='fill {style}' width='{80 * share:.1f}' height='8'/></svg></span>",
-        amount(region.staleness),
-        percent(region.blocked),
-        seconds(region.last_merged_seconds),
-        amount(region.step),
-    )
-    listed = "" if region.listed or not region.member else "not listed"
-    why = " · ".join(filter(None, (region.why, per_device(region), listed)))
-    return (
-        f"<tr{bad}><th scope='row'><i class='mark {style}'></i>{escape(region.name)}</th>"
-        f"<td><b class='state'>{state}</b> <small>{escape(why)}</small></td>"
-        + "".join(
-            f"<td data-label='{label}'>{cell}</td>"
-            for label, cell in zip(FIGURES, cells, strict=True)
-        )
-        + "</tr>"
+        f"{heading('Rounds', '', about)}<div class='told-beside'><div>{drawing}{closer}{key}</div>"
+        f"<div class='told'>{words}</div></div>"
     )
 
 
 def _traffic(status: Status, history: Mapping[str, Any]) -> str:
     wire = status.wire
-    drawing = traffic_chart(
-        history, label=f"{bytes_(wire.bytes_up)} up, {bytes_(wire.bytes_down)} down"
-    )
-    figures = (
-        ("up (dashed)", bytes_(wire.bytes_up), compression(wire.bits_per_parameter_up)),
-        ("down", bytes_(wire.bytes_down), compression(wire.bits_per_parameter_down)),
-    )
+    said = f"{bytes_(wire.bytes_up)} up, {bytes_(wire.bytes_down)} down"
+    steps = sum(region.step or 0 for region in status.regions)
+    moved = wire.bytes_up + wire.bytes_down
     return (
-        f"<section>{heading('Traffic', bytes_(wire.bytes_up + wire.bytes_down))}{drawing}"
-        f"{figure_list(figures)}</section>"
+        f"{heading('Traffic', bytes_(moved), said)}{traffic_chart(history, label=said)}"
+        f"{bits_bars(wire.bits_per_parameter_up, wire.bits_per_parameter_down)}"
+        f"{against_gradients(moved, steps, status.parameters)}<p class='quiet small read'></p>"
     )
-
-
-def compression(value: float | None) -> str:
-    ratio = f", {FULL_BITS / value:.1f} times less than float32" if value else ""
-    return f"{bits(value)} bits per parameter{ratio}"
 
 
 def _tokens(status: Status) -> str:
-    tokens = status.tokens
-    fates = [
-        ("applied", amount(tokens.applied), "in the published weights"),
-        ("pending", amount(tokens.pending), "trained, on its way into a round"),
-        ("refused", amount(tokens.refused), "turned down by the server's checks"),
-        ("discarded", amount(tokens.discarded), "given up: stale, foreign or left over"),
-    ]
-    if tokens.given_up:
-        fates.append(("", amount(tokens.given_up), "of these held by retired regions"))
-    kept = f"{percent(status.goodput)} kept of what was trained"
-    return (
-        f"<section>{heading('Tokens', amount(tokens.trained), 'trained; ' + kept)}"
-        f"{figure_list(fates)}</section>"
-    )
+    kept = f"trained; {percent(status.goodput)} of it kept"
+    return f"{heading('Tokens', amount(status.tokens.trained), kept)}{fates(status.tokens)}"
 
 
 def _goodputs(status: Status) -> str:
@@ -317,15 +332,7 @@ def _goodputs(status: Status) -> str:
         ("tokens", percent(goodputs.tokens), "of what a run without faults would have merged"),
         ("participation", percent(goodputs.participation), "of the regions in a round, on average"),
     )
-    return f"<section>{heading('Three goodputs')}{figure_list(figures)}</section>"
-
-
-def figure_list(rows: Sequence[tuple[str, str, str]]) -> str:
-    cells = "".join(
-        f"<dt>{name}</dt><dd class='value'>{value}</dd><dd class='quiet'>{what}</dd>"
-        for name, value, what in rows
-    )
-    return f"<dl>{cells}</dl>"
+    return f"{heading('Three goodputs')}{figure_list(figures)}"
 
 
 def _amendments(status: Status) -> str:
@@ -338,21 +345,7 @@ def _amendments(status: Status) -> str:
         more += [f"remove {name}" for name in each.remove]
         words = "; ".join(filter(None, (keys, *more, each.why)))
         rows.append(
-            f"<li><time>{_clock(each.time)}</time><span class='who'>{escape(each.by)}</span>"
-            f"<span>{each.number}: {escape(words)}</span></li>"
+            f"<li><time>{clock(each.time)}</time><span>{each.number}</span>"
+            f"<span class='who'>{escape(each.by)}</span><span>{escape(words)}</span></li>"
         )
-    return f"<section>{heading('Amendments')}<ul class='events'>{''.join(rows)}</ul></section>"
-
-
-def _events(events: Sequence[tuple[float, str, str, str]]) -> str:
-    rows = "".join(
-        f"<li><time>{_clock(at)}</time><span class='who'>{escape(region)}</span>"
-        f"<span>{escape(kind)}{': ' + escape(words) if words else ''}</span></li>"
-        for at, kind, region, words in events
-    )
-    listed = f"<ul class='events'>{rows}</ul>" if rows else "<p class='quiet'>None yet.</p>"
-    return f"<section>{heading('Events')}{listed}</section>"
-
-
-def _clock(at: float | None) -> str:
-    return UNKNOWN if at is None else time.strftime("%d %b %H:%M:%S", time.gmtime(at))
+    return f"{heading('Amendments')}<ul class='events'>{''.join(rows)}</ul>"

@@ -20,13 +20,9 @@ from diloco_cli.observe.page.curves import (
     speed_chart,
     traffic_chart,
 )
-from diloco_cli.observe.page.document import (
-    STYLE,
-    compression,
-    figure_list,
-    heading,
-    styles_of,
-)
+from diloco_cli.observe.page.document import STYLE
+from diloco_cli.observe.page.figures import compression, figure_list, heading
+from diloco_cli.observe.page.marks import DEFINITIONS, mark, styles_of
 from diloco_cli.observe.run_record import RunRecord
 from diloco_cli.observe.status import Summary
 from diloco_cli.observe.units import amount, bytes_, loss, percent, seconds
@@ -100,7 +96,7 @@ def comparison(records: Sequence[RunRecord], environment: Environment) -> str:
         )
         where = escape(str(record.folder))
         rows.append(
-            f"<tr><th scope='row'><i class='mark {style}'></i>{escape(record.name)}"
+            f"<tr><th scope='row'>{mark(style)}{escape(record.name)}"
             f"<small>{where}</small></th>"
             + "".join(f"<td>{escape(figure)}</td>" for figure in figures)
             + "</tr>"
@@ -119,7 +115,7 @@ def _whole(title: str, body: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
-        f"<body><div class='page'><main>{body}</main></div></body></html>\n"
+        f"<body>{DEFINITIONS}<div class='page'><main>{body}</main></div></body></html>\n"
     )
 
 
@@ -167,7 +163,7 @@ def _losses(record: RunRecord, summary: Summary, styles: Mapping[str, str]) -> s
         for at, many, value, number in shown
     ]
     keys = "".join(
-        f"<span class='key'><i class='mark {style}'></i>{escape(name)}</span>"
+        f"<span class='key'>{mark(style)}{escape(name)}</span>"
         for name, style in styles.items()
         if name in record.regions
     )
@@ -199,7 +195,7 @@ def _speed(record: RunRecord, summary: Summary, styles: Mapping[str, str]) -> st
 
 def _regions(summary: Summary, styles: Mapping[str, str]) -> str:
     rows = [
-        f"<tr><th scope='row'><i class='mark {styles[name]}'></i>{escape(name)}</th>"
+        f"<tr><th scope='row'>{mark(styles[name])}{escape(name)}</th>"
         f"<td>{percent(region.share)}</td><td>{amount(region.applied)}</td>"
         f"<td>{amount(region.lost)}</td><td>{amount(region.refused)}</td></tr>"
         for name, region in summary.regions.items()

@@ -1,148 +1,241 @@
-"""The last rounds, one lane for each fragment, and the newest whole round in words.
+"""The last rounds: all of the last turns as a strip, the newest ones with a lane a fragment.
 
 A grey bar waits for answers from its call on, a hatched one is the grace window after the
-quorum, a black one is the merge. A filled mark is an answer, a hollow one an adoption.
+quorum, a black one is the merge. A filled mark is an answer, a hollow one an adoption, a cross a
+region that was asked and is not in the round. A round without a region takes that region's colour.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from diloco_cli.observe.units import amount, bytes_
+from diloco_cli.observe.metrics import quantile
+from diloco_cli.observe.page.marks import shape
 
-LANE = 30
-"""Height of a lane in pixels; of many fragments the lanes are lower."""
-MANY = 8
-TURNS = 4
+Round = Mapping[str, Any]
+
+STRIP_TURNS, LANE_TURNS, MANY = 16, 4, 8
+"""Turns of all fragments that are drawn; of many fragments only one turn has lanes."""
+STRIP, BAR = 30, 10
+"""Heights in pixels."""
 MOST_MARKS = 8
-"""Regions that have a mark of their own; of more, only how many answered is said."""
+"""Regions that have a mark of their own; of more, only who was missing is said."""
+LEFT = 13.0
+"""Percent of the width that the names of the lanes take."""
+MOMENTS = 40
+"""Rounds that the sentence below the drawing is about."""
 
 
-def round_chart(rounds: Sequence[Mapping[str, Any]], now: float, regions: Mapping[str, str]) -> str:
-    """Draws the last turns; `regions` gives the CSS class of each."""
+@dataclass(frozen=True)
+class _Window:
+    """A span of time, and where its moments lie in a drawing."""
+
+    begin: float
+    end: float
+
+    def place(self, at: float) -> str:
+        share = (at - self.begin) / max(self.end - self.begin, 1e-6)
+        return f"{LEFT + (99.5 - LEFT) * min(1.0, max(0.0, share)):.2f}%"
+
+    def width(self, start: float, end: float) -> str:
+        inside = min(end, self.end) - max(start, self.begin)
+        share = max(0.0, inside) / max(self.end - self.begin, 1e-6)
+        return f"{max(0.12, (99.5 - LEFT) * share):.2f}%"
+
+
+def quorum_met(each: Round, quorum: int | None) -> float | None:
+    """When the round had as many answers as it needs: from then on it only grants grace."""
+    answers = sorted(max(at, each["called"]) for at in each["answered"].values())
+    need = max(1, quorum or 1)
+    return answers[need - 1] if len(answers) >= need else None
+
+
+def missing(each: Round) -> list[str]:
+    """Regions that were asked and are not in the round, once it is closed."""
+    return [name for name in each["asked"] if name not in each["members"]] if each["closed"] else []
+
+
+def round_chart(
+    rounds: Sequence[Round],
+    now: float,
+    regions: Mapping[str, str],
+    *,
+    quorum: int | None = None,
+    chosen: int | None = None,
+    link: str = "?round=",
+) -> str:
+    """Draws the last turns; `regions` gives the CSS class of each, `chosen` is told beside it."""
     fragments = sorted({each["fragment"] for each in rounds})
     if not fragments:
         return "<p class='quiet'>No fragment was called yet.</p>"
-    begin = _window(rounds, len(fragments), now)
-    lane = LANE if len(fragments) <= MANY else LANE // 2
-    span = max(now - begin, 1e-3)
-    height = lane * len(fragments) + 22
-
-    def place(at: float) -> str:
-        return f"{14 + 85 * min(1.0, max(0.0, (at - begin) / span)):.2f}%"
-
-    def width(start: float, end: float) -> str:
-        return f"{max(0.15, 85 * (min(end, now) - max(start, begin)) / span):.2f}%"
-
+    turns = LANE_TURNS if len(fragments) <= MANY else 1
+    strip = _Window(_begin(rounds, STRIP_TURNS * len(fragments), now), now)
+    lanes = _Window(_begin(rounds, turns * len(fragments), now), now)
+    tracks = list(regions) if len(regions) <= MOST_MARKS else []
+    apart = 8.0 if len(tracks) <= 4 else 5.0
+    lane = BAR + 12 + apart * len(tracks)
+    top = STRIP + 16
+    height = top + lane * len(fragments) + 20
     parts = [
-        "<svg class='chart rounds' role='img' aria-label='The last rounds of every fragment' "
-        f"width='100%' height='{height}'><defs><pattern id='hatch' width='5' height='5' "
-        "patternUnits='userSpaceOnUse' patternTransform='rotate(45)'>"
-        "<line class='hatch' x1='0' y1='0' x2='0' y2='5'/></pattern></defs>"
+        "<svg class='chart rounds' role='group' aria-label='The last rounds of every fragment' "
+        f"width='100%' height='{height:.0f}'>",
+        f"<text x='0' y='{STRIP / 2 + 2:.0f}'>last {span(now - strip.begin)}</text>",
+    ]
+    high = STRIP / len(fragments)
+    for each in rounds:
+        if (each["published"] or now) >= strip.begin:
+            row = fragments.index(each["fragment"])
+            lost = missing(each)
+            style = f"lost {regions.get(lost[0], '')}" if lost else "passed"
+            parts.append(
+                f"<rect class='{style}' x='{strip.place(each['called'])}' y='{row * high:.1f}' "
+                f"width='{strip.width(each['called'], each['published'] or now)}' "
+                f"height='{max(1.0, high - 1):.1f}'/>"
+            )
+    parts.append(
+        f"<rect class='window' x='{strip.place(lanes.begin)}' y='-3' height='{STRIP + 6}' "
+        f"width='{strip.width(lanes.begin, now)}'/>"
+    )
+    parts += [
+        f"<line class='dashes' x1='{strip.place(lanes.begin)}' y1='{STRIP + 3}' "
+        f"x2='{LEFT}%' y2='{top}'/>",
+        f"<line class='dashes' x1='99.5%' y1='{STRIP + 3}' x2='99.5%' y2='{top}'/>",
     ]
     newest = {each["fragment"]: each["version"] + bool(each["published"]) for each in rounds}
     for row, fragment in enumerate(fragments):
-        middle = row * lane + lane / 2
-        parts.append(f"<text class='strong' x='0' y='{middle + 4:.0f}'>{fragment}</text>")
-        parts.append(f"<text x='4%' y='{middle + 4:.0f}'>v{newest[fragment]}</text>")
-        parts.append(f"<line class='grid' x1='14%' x2='99%' y1='{middle}' y2='{middle}'/>")
-    marks = len(regions) <= MOST_MARKS
+        y = top + row * lane
+        parts.append(f"<text class='strong' x='0' y='{y + 13:.0f}'>Fragment {fragment}</text>")
+        if lane > 24:
+            parts.append(f"<text x='0' y='{y + 27:.0f}'>version {newest[fragment]}</text>")
+        parts += [
+            f"<line class='track {regions[name]}' x1='{LEFT}%' x2='99.5%' y1='{at}' y2='{at}'/>"
+            for name, at in _tracks(tracks, y, apart).items()
+        ]
     for each in rounds:
-        if (each["published"] or now) < begin:
+        if (each["published"] or now) < lanes.begin or each["called"] < lanes.begin:
             continue
-        middle = fragments.index(each["fragment"]) * lane + lane / 2
-        parts += _bars(each, middle, now, place, width)
-        if marks:
-            parts += _marks(each, middle, begin, place, regions)
-    for share in (0.0, 0.5):
-        at = begin + share * span
-        parts.append(f"<text x='{place(at)}' y='{height - 4}'>−{_ago(now - at)}</text>")
-    parts.append(f"<text x='99%' y='{height - 4}' text-anchor='end'>now</text></svg>")
-    return "".join(parts)
+        y = top + fragments.index(each["fragment"]) * lane
+        drawn = _bars(each, y + 4, lanes, quorum) + _marks(
+            each, y + 4, _tracks(tracks, y, apart), lanes, regions
+        )
+        here = " on" if each["number"] == chosen else ""
+        name = f"Fragment {each['fragment']}, version {each['version']}"
+        parts.append(
+            f"<a class='round{here}' href='{escape(link, quote=True)}{each['number']}' "
+            f"aria-label='{name}'>{drawn}</a>"
+        )
+    for share in (0.0, 0.25, 0.5, 0.75):
+        at = lanes.begin + share * (now - lanes.begin)
+        anchor = "start" if share == 0 else "middle"
+        parts.append(
+            f"<text x='{lanes.place(at)}' y='{height - 4:.0f}' text-anchor='{anchor}'>"
+            f"−{span(now - at)}</text>"
+        )
+    parts.append(f"<text x='99.5%' y='{height - 4:.0f}' text-anchor='end'>now</text>")
+    parts.append(f"<line class='now' x1='99.5%' x2='99.5%' y1='{top}' y2='{height - 18:.0f}'/>")
+    return "".join([*parts, "</svg>"])
 
 
-def _window(rounds: Sequence[Mapping[str, Any]], fragments: int, now: float) -> float:
-    """Where the last turns begin, at the pace of the last calls."""
-    calls = sorted(each["called"] for each in rounds)[-(TURNS * fragments + 1) :]
+def _tracks(names: Sequence[str], y: float, apart: float) -> dict[str, float]:
+    return {name: round(y + BAR + 10 + apart * place, 1) for place, name in enumerate(names)}
+
+
+def _begin(rounds: Sequence[Round], many: int, now: float) -> float:
+    """Where the last so many calls begin."""
+    calls = sorted(each["called"] for each in rounds)[-many:]
     return min(calls[0], now - 1e-3)
 
 
-def _bars(each: Mapping[str, Any], middle: float, now: float, place: Any, width: Any) -> list[str]:
-    top, high = f"{middle - 6:.1f}", 12
+def _bars(each: Round, top: float, window: _Window, quorum: int | None) -> str:
     called, closed, published = each["called"], each["closed"], each["published"]
-    answers = sorted(at for at in each["answered"].values() if at >= called)
-    first = min(answers[0] if answers else now, closed or now)
+    now = window.end
+    met = quorum_met(each, quorum)
+    met = min(now if met is None else met, closed or now)
+    start = window.place(called)
     bars = [
-        f"<rect class='gather' x='{place(called)}' y='{top}' height='{high}' "
-        f"width='{width(called, first)}'/>"
+        f"<rect class='hit' x='{start}' y='{top - 3:.0f}' height='{BAR + 6}' "
+        f"width='{window.width(called, published or now)}'/>"
+        f"<rect class='gather' x='{start}' y='{top:.0f}' height='{BAR}' "
+        f"width='{window.width(called, met)}'/>"
     ]
-    if answers:
+    if met < (closed or now):
         bars.append(
-            f"<rect class='grace' x='{place(first)}' y='{top}' height='{high}' "
-            f"width='{width(first, closed or now)}'/>"
+            f"<rect class='grace' x='{window.place(met)}' y='{top:.0f}' height='{BAR}' "
+            f"width='{window.width(met, closed or now)}'/>"
         )
     if closed is not None:
         bars.append(
-            f"<rect class='merge' x='{place(closed)}' y='{top}' height='{high}' "
-            f"width='{width(closed, published or now)}'/>"
+            f"<rect class='merge' x='{window.place(closed)}' y='{top:.0f}' height='{BAR}' "
+            f"width='{window.width(closed, published or now)}'/>"
         )
-    return bars
+    if published is not None:
+        bars.append(
+            f"<text class='version' x='{window.place(published)}' dx='4' y='{top + 9:.0f}'>"
+            f"v{each['version'] + 1}</text>"
+        )
+    return "".join(bars)
 
 
 def _marks(
-    each: Mapping[str, Any], middle: float, begin: float, place: Any, regions: Mapping[str, str]
-) -> list[str]:
-    marks, names = [], list(regions)
-    apart = min(7.0, 20.0 / max(1, len(names)))
-    for style, moments in (("dot", each["answered"]), ("hollow", each["adopted"])):
-        for region, at in moments.items():
-            if at >= begin and region in regions:
-                down = middle + apart * (names.index(region) - (len(names) - 1) / 2)
-                marks.append(
-                    f"<circle class='{style} {regions[region]}' cx='{place(at)}' "
-                    f"cy='{down:.1f}' r='3'/>"
-                )
-    return marks
+    each: Round,
+    top: float,
+    tracks: Mapping[str, float],
+    window: _Window,
+    regions: Mapping[str, str],
+) -> str:
+    marks = []
+    lost = missing(each)
+    for name, y in tracks.items():
+        style, answer = regions[name], each["answered"].get(name)
+        if answer is not None and name in each["members"]:
+            called, at = window.place(each["called"]), window.place(max(answer, each["called"]))
+            marks.append(
+                f"<line class='answer {style}' x1='{called}' x2='{at}' y1='{y}' y2='{y}'/>"
+                f"<use href='{shape(style)}' class='dot {style}' x='{at}' y='{y}'/>"
+            )
+        elif name in lost:
+            at = window.place(each["closed"])
+            marks.append(f"<use href='#missed' class='missed {style}' x='{at}' y='{y}'/>")
+        adopted, published = each["adopted"].get(name), each["published"]
+        if adopted is not None and published is not None:
+            at = window.place(adopted)
+            marks.append(
+                f"<line class='down {style}' x1='{window.place(published)}' x2='{at}' "
+                f"y1='{top + BAR:.0f}' y2='{y}'/>"
+                f"<use href='{shape(style)}' class='hollow {style}' x='{at}' y='{y}'/>"
+            )
+    return "".join(marks)
 
 
-def newest_round_in_words(rounds: Sequence[Mapping[str, Any]], regions: Mapping[str, str]) -> str:
-    """Tells the newest round that is over, moment by moment; empty before there is one."""
-    over = [each for each in rounds if each["published"] is not None]
-    if not over:
+def rounds_in_words(rounds: Sequence[Round]) -> str:
+    """How the last rounds went, in a sentence; empty before there are two."""
+    over = [each for each in rounds if each["published"] is not None][-MOMENTS:]
+    if len(over) < 2:
         return ""
-    each = max(over, key=lambda one: one["published"])
-    called = each["called"]
-    lines = [
-        (called, "", f"The server calls fragment {each['fragment']}", f"version {each['version']}")
+    calls = sorted(each["called"] for each in over)
+    pace = (calls[-1] - calls[0]) / (len(calls) - 1)
+    took = quantile([each["published"] - each["called"] for each in over], 0.5)
+    whole = sum(not missing(each) for each in over)
+    adopting = [
+        at - each["published"]
+        for each in over
+        for at in each["adopted"].values()
+        if at >= each["published"]
     ]
-    for region, at in sorted(each["answered"].items(), key=lambda pair: pair[1]):
-        late = "" if region in each["members"] else "; too late for this round"
-        words = f"{amount(each['tokens'].get(region))} tokens of work{late}"
-        lines.append((at, regions.get(region, ""), f"{region} answers", words))
-    who = ", ".join(each["members"])
-    lines.append((each["closed"] or called, "", f"Closed: {each['why']}", f"merges {who}"))
-    made = f"Version {each['version'] + 1} published"
-    lines.append((each["published"], "", made, f"{bytes_(each['bytes'])} to each region"))
-    for region, at in sorted(each["adopted"].items(), key=lambda pair: pair[1]):
-        lines.append((at, regions.get(region, ""), f"{region} adopts it", "and trains on"))
-    items = "".join(
-        f"<li><i class='mark {style}'></i><span>{escape(what)}<small>{escape(more)}</small></span>"
-        f"<time>{_after(at - called)}</time></li>"
-        for at, style, what, more in lines
-    )
-    number = f"Fragment {each['fragment']}, version {each['version']} → {each['version'] + 1}"
-    return f"<h3>{number}</h3><ol class='story'>{items}</ol>"
+    said = f"A round every {span(pace)}; {span(took)} from the call to the new version"
+    if adopting:
+        said += f", {span(quantile(adopting, 0.5))} more until regions train on it"
+    many = f"all of the last {len(over)}" if whole == len(over) else f"{whole} of {len(over)}"
+    return f"{said}. Every region that was asked is in {many}."
 
 
-def _after(seconds: float) -> str:
-    if seconds == 0:
-        return "call"
-    sign = "+" if seconds > 0 else "−"
-    size = abs(seconds)
-    return f"{sign}{1000 * size:.0f} ms" if size < 1 else f"{sign}{size:.1f} s"
-
-
-def _ago(seconds: float) -> str:
+def span(seconds: float | None) -> str:
+    """A short time, to the millisecond."""
+    if seconds is None:
+        return "–"
+    if seconds < 1:
+        return f"{1000 * max(0.0, seconds):.0f} ms"
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

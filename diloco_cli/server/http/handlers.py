@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 
 from diloco_cli.core.rounds import Accept, Ahead, Answer, Fenced, Foreign, Recorded, Refused
 from diloco_cli.observe.history import MOST_POINTS, History
-from diloco_cli.observe.page import POLICY, page
+from diloco_cli.observe.page import POLICY, View, page
 from diloco_cli.observe.prometheus import process_text, prometheus_text
 from diloco_cli.observe.status import Status
 from diloco_cli.server.build_status import amendment_of, build_status
@@ -338,7 +338,11 @@ class Routes:
             self._status(),
             self._document(points=PAGE_POINTS),
             list(self._history.events)[::-1][:PAGE_EVENTS],
-            by_time=request.query_params.get("x") == "time",
+            view=View(
+                by_time=request.query_params.get("x") == "time",
+                round=_number(request, "round", 0) or None,
+            ),
+            wall=self.state.wall(),
         )
         beside = {"cache-control": "no-store", "content-security-policy": POLICY}
         return HTMLResponse(text, headers=beside)

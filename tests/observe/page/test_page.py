@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 
 from diloco_cli.observe.history import History
-from diloco_cli.observe.page import POLICY, page
+from diloco_cli.observe.page import POLICY, View, page
 from tests.observe.documents import make_status
 
 STATUS = make_status(
@@ -21,7 +21,7 @@ STATUS = make_status(
     ],
 )
 
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "input"}
 
 
 class Outline(HTMLParser):
@@ -94,14 +94,16 @@ def test_the_curves_have_the_points_that_the_history_has():
     history = with_curves()
     document = {"now": 60.0, **history.document()}
     shown = page(STATUS, document, list(history.events))
-    [heldout] = re.findall(r"class='line thick' d='([^']+)'", shown)
+    [heldout] = re.findall(r"class='line thick' data-name='held-out' d='([^']+)'", shown)
     assert len(re.findall("[ML]", heldout)) == len(document["evaluations"]) == 12
-    [speed, *_] = re.findall(r"class='line r0' d='([^']+)'", shown)
+    [speed, *_] = re.findall(r"class='line r0' data-name='left' d='([^']+)'", shown)
     assert len(re.findall("[ML]", speed)) == 60
-    assert shown.count("class='merge'") - 1 == 9, "four turns of two fragments, and one round"
+    assert shown.count("<a class='round") == 8, "four turns of two fragments"
     assert "left answers<small>64 tokens of work" in shown and "version 5 → 6" in shown
+    chosen = page(STATUS, document, view=View(round=3))
+    assert "version 1 → 2" in chosen and "Follow the newest round" in chosen
     assert "joined" in shown and len(shown) < 150_000
-    by_time = page(STATUS, document, by_time=True)
+    by_time = page(STATUS, document, view=View(by_time=True))
     assert by_time.count("aria-current=true") == 1 and "?x=time' aria-current" in by_time
 
 

@@ -50,7 +50,8 @@ class Visible(HTMLParser):
         self.text, self.outside = [], []
 
     def handle_starttag(self, tag, attrs):
-        self.outside += [value for key, value in attrs if key in ("src", "href")]
+        found = [value or "" for key, value in attrs if key in ("src", "href")]
+        self.outside += [value for value in found if not value.startswith("#")]
         assert tag != "script"
 
     def handle_data(self, data):
