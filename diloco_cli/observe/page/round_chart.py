@@ -107,9 +107,11 @@ def round_chart(
     newest = {each["fragment"]: each["version"] + bool(each["published"]) for each in rounds}
     for row, fragment in enumerate(fragments):
         y = top + row * lane
-        parts.append(f"<text class='strong' x='0' y='{y + 13:.0f}'>Fragment {fragment}</text>")
+        name = f"<tspan class='long'>Fragment </tspan>{fragment}"
+        parts.append(f"<text class='strong' x='0' y='{y + 13:.0f}'>{name}</text>")
         if lane > 24:
-            parts.append(f"<text x='0' y='{y + 27:.0f}'>version {newest[fragment]}</text>")
+            made = f"<tspan class='long'>version </tspan>{newest[fragment]}"
+            parts.append(f"<text x='0' y='{y + 27:.0f}'>{made}</text>")
         parts += [
             f"<line class='track {regions[name]}' x1='{LEFT}%' x2='99.5%' y1='{at}' y2='{at}'/>"
             for name, at in _tracks(tracks, y, apart).items()

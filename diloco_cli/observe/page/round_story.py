@@ -48,7 +48,7 @@ def magnified(each: Round, regions: Mapping[str, str], now: float, quorum: int |
 
     asked = [name for name in regions if name in each["asked"] or name in each["answered"]]
     shown = asked if len(asked) <= MOST_LINES else []
-    top, height = 56, 56 + BAR + LINE * len(shown) + 34
+    top, height = 60, 60 + BAR + LINE * len(shown) + 34
     stop = closed if closed is not None else now
     met = quorum_met(each, quorum)
     met = stop if met is None else min(met, stop)
@@ -79,8 +79,8 @@ def magnified(each: Round, regions: Mapping[str, str], now: float, quorum: int |
     if published is not None:
         words.append((published, f"publishes version {each['version'] + 1}"))
     parts += [
-        f"<line class='tie' x1='{place(at)}' x2='{place(at)}' y1='{4 + 11 * row}' y2='{top}'/>"
-        f"<text x='{place(at)}' dx='{-4 if share(at) > 0.7 else 4}' y='{13 + 11 * row}' "
+        f"<line class='tie' x1='{place(at)}' x2='{place(at)}' y1='{4 + 13 * row}' y2='{top}'/>"
+        f"<text x='{place(at)}' dx='{-4 if share(at) > 0.7 else 4}' y='{13 + 13 * row}' "
         f"text-anchor='{'end' if share(at) > 0.7 else 'start'}'>{escape(text)}</text>"
         for row, (at, text) in enumerate(words)
     ]
