@@ -45,7 +45,9 @@ SIZES = ("bytes", "bytes_up", "delta_bytes")
 
 async def small_run(folder) -> list[Entry]:
     """A run in which everything happens that is ever recorded."""
-    spec = make_spec(adopt="replace", staleness=0, budget={"tokens": 1500})
+    spec = make_spec(
+        adopt="replace", staleness=0, budget={"tokens": 1500}, evaluate={"region": "iowa"}
+    )
     spec = spec.model_copy(update={"start": StartSpec(weights="old.safetensors")})
     bench = Bench(folder, make_settings(spec))
     for region in bench.regions.values():
