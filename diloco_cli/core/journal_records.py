@@ -143,6 +143,8 @@ class RoundClosed(JournalRecord):
     drain: bool
     terms: int = 0
     """Number of the terms by which the version is made, whatever the terms are by then."""
+    live: int = 0
+    """Regions that could have been members; 0: not known, and the step is a whole one."""
 
 
 @dataclass(frozen=True, slots=True)

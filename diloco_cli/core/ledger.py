@@ -70,6 +70,8 @@ class MadeVersion:
     """All of it is on the disk; otherwise it is made again from its contributions."""
     terms: int = 0
     """By which it was made."""
+    live: int = 0
+    """Regions that could have been members."""
 
     @classmethod
     def of(cls, record: Entry) -> MadeVersion:
@@ -90,6 +92,8 @@ class FragmentState:
     drain: bool = False
     terms: int = 0
     """By which the closing round is merged."""
+    live: int = 0
+    """Regions that could have been members of it."""
     merged: dict[str, str] = field(default_factory=dict)
     """Cumulative: digest of each region's last merged frame."""
     decided: dict[str, Decision] = field(default_factory=dict)
@@ -305,7 +309,8 @@ class Ledger:
             case RoundClosed():
                 slot = self.slots[record.fragment]
                 slot.closing = {region: slot.waiting.pop(region) for region in record.members}
-                slot.drain, slot.terms, slot.phase = record.drain, record.terms, "closing"
+                slot.drain, slot.terms, slot.live = record.drain, record.terms, record.live
+                slot.phase = "closing"
             case MemberDropped():
                 self._dropped(record)
             case VersionPublished():
@@ -483,9 +488,8 @@ class Ledger:
             self.conduct[region] = self.conduct.get(region, GuardRecord()).found(None)
         slot.version, slot.phase = record.version, "idle"
         slot.published, slot.state = record.published, record.state
-        made = MadeVersion(
-            slot.version, slot.state, slot.closing, slot.drain, record.stored, slot.terms
-        )
+        how = slot.drain, record.stored, slot.terms, slot.live
+        made = MadeVersion(slot.version, slot.state, slot.closing, *how)
         slot.made, slot.closing = [*slot.unstored, made], {}
         self.outer_steps += 1
         self.seconds = max(self.seconds, record.seconds)

@@ -209,6 +209,8 @@ class Wait:
 class Close:
     why: str
     members: tuple[str, ...]
+    live: int = 0
+    """Regions that could have been members; a step is in proportion to those who are."""
 
 
 def decide(
@@ -232,20 +234,21 @@ def decide(
     # Sorted, so that merging adds floats in one order whatever the network did.
     members = tuple(sorted(round.members))
     owing = sorted(set(live) - set(members) - set(drained))
+    count = len(members) + len(owing)
     if not owing:
-        return Close("every live region has arrived", members)
+        return Close("every live region has arrived", members, count)
 
     # The end lowers `need` under an open round: its members then count from the call on.
     # Counting from `now` would move the deadline away at every look.
     if round.grace is None:
         # No time is known by which to wait; a member that could be called again has waited.
         if not set(ready).isdisjoint(members):
-            return Close(f"a member is ready again, without {', '.join(owing)}", members)
+            return Close(f"a member is ready again, without {', '.join(owing)}", members, count)
         return Wait(f"quorum met, giving {', '.join(owing)} time to arrive")
     met_at = round.met_at if round.met_at is not None else round.called_at
     deadline = max(met_at, round.floor) + round.grace
     if now >= deadline:
-        return Close(f"grace window over without {', '.join(owing)}", members)
+        return Close(f"grace window over without {', '.join(owing)}", members, count)
     return Wait(f"quorum met, giving {', '.join(owing)} time to arrive", until=deadline)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import types
 
 from diloco_cli.wire.kernels.jit import Floats, FloatsOut, inlined, kernel, real, single, whole
 
@@ -32,6 +33,54 @@ def nesterov(merged, factor, theta, momentum, published, lr, mu, new_theta, kept
         new_theta[i] = weight
         change[i] = np.float32(weight - published[i])
         most = max(_larger(most, held), _larger(most, change[i]))
+    return np.int64(most)
+
+
+@kernel(
+    whole(
+        *(Floats, real, Floats, Floats, Floats),
+        *(single, single, single, single, single, single, single, single, types.boolean),
+        *(FloatsOut, FloatsOut, FloatsOut),
+    )
+)
+def adam(
+    merged,
+    factor,
+    theta,
+    moments,
+    published,
+    lr,
+    keep_m,
+    add_m,
+    keep_v,
+    add_v,
+    epsilon,
+    m_factor,
+    v_factor,
+    drain,
+    new_theta,
+    kept,
+    change,
+):
+    """Takes a step of Adam; gives the bits of the largest number it made.
+
+    m and v of a weight lie side by side. `merged` may be the memory of `new_theta`.
+    """
+    most = np.int32(0)
+    for i in range(merged.size):
+        delta = np.float32(np.float64(merged[i]) * factor)
+        m, v = moments[2 * i], moments[2 * i + 1]
+        along = delta
+        if not drain:
+            m = np.float32(np.float32(keep_m * m) + np.float32(add_m * delta))
+            v = np.float32(np.float32(keep_v * v) + np.float32(add_v * np.float32(delta * delta)))
+            along = np.float32(m_factor * m)
+        root = np.float32(np.sqrt(np.float32(v_factor * v)) + epsilon)
+        weight = np.float32(theta[i] - np.float32(lr * np.float32(along / root)))
+        kept[2 * i], kept[2 * i + 1] = m, v
+        new_theta[i] = weight
+        change[i] = np.float32(weight - published[i])
+        most = max(_larger(_larger(most, m), v), _larger(most, change[i]))
     return np.int64(most)
 
 

@@ -2,6 +2,8 @@
 
     every chunk   merged → outer step → delta frame → published weights
 
+Momentum has no value, one or several for every weight; those of a chunk's weights lie together.
+
 The new weights take the memory of the merged delta. The result depends on no number of
 threads, and a server that recomputes it gets the same bits.
 """
@@ -88,8 +90,8 @@ def outer_step(plan: MergePlan, merged: MergedDelta, state: Vectors) -> NextWeig
         chunks.append(compressed)
         # While the other threads are at the next chunks, and this one is in the cache.
         span = span_of(place, size)
-        for vector_hash, values in zip(hashes, new, strict=True):
-            vector_hash.update(values[span])
+        for vector_hash, values in zip(hashes, _parts(new, span), strict=True):
+            vector_hash.update(values)
     first, second, third = (vector_hash.hexdigest() for vector_hash in hashes)
     return NextWeights(*new, chunks, (first, second, third))
 
@@ -102,14 +104,21 @@ def _step_chunk(
     change = tools.scratch("change", span.stop - span.start, np.float32)
     for number, part in stretches(merged.edges, span):
         inside = change[part.start - span.start : part.stop - span.start]
-        theta, momentum, published = (values[part] for values in old)
-        into = new[0][part], new[1][part], inside
-        factor = merged.factors[number]
-        _refuse_infinite(_step(plan, factor, (theta, momentum, published), into))
+        new_theta, new_momentum, _ = _parts(new, part)
+        into, factor = (new_theta, new_momentum, inside), merged.factors[number]
+        _refuse_infinite(_step(plan, factor, _parts(old, part), into))
     body = body_of(plan.down, change)
     read_into(plan.down, body, change)  # What regions will decode takes its place.
     _refuse_infinite(add_values(old[2][span], change, new[2][span]))
     return tools.compressor(plan.level).compress(body)
+
+
+def _parts(vectors: Vectors, part: slice) -> Vectors:
+    """Those of some weights."""
+    theta, momentum, published = vectors
+    each = momentum.size // theta.size
+    kept = momentum[part.start * each : part.stop * each]
+    return theta[part], kept, published[part]
 
 
 def _step(plan: MergePlan, factor: float, old: Vectors, new: Vectors) -> int:

@@ -6,7 +6,7 @@ one protocol more the server need not lay out every member's values:
     WeightedSum     rule        Σ count · delta in each piece, times a factor known afterwards
     ByColumn        rule        one value of all members at a time
     FusedOptimizer  optimizer   step, change and its largest number in one pass
-    ByVersion       optimizer   another step in early rounds than in late ones
+    ByRound         optimizer   another step by the round: its number, who takes part, how old
 
 The merge asks for these protocols and for no class by name. The fold and the plain step
 say what is computed: a fast path gives the same bits, but for the order in which the
@@ -94,7 +94,8 @@ class ByColumn(Protocol):
 
 class OuterOptimizer(Protocol):
     def start(self, size: int) -> np.ndarray:
-        """Momentum before the first step."""
+        """Momentum before the first step: none, or as many values for every weight, the values of
+        a weight side by side."""
         ...
 
     def step(
@@ -104,12 +105,25 @@ class OuterOptimizer(Protocol):
         ...
 
 
-@runtime_checkable
-class ByVersion(Protocol):
-    """An optimizer whose step changes as a run goes on."""
+@dataclass(frozen=True)
+class OuterRound:
+    """What an optimizer may know of a round; all of it is on record, so a replay knows it too."""
 
-    def at(self, version: int) -> OuterOptimizer:
-        """The optimizer of the step that leads to this version."""
+    version: int
+    """That the step leads to."""
+    share: float = 1.0
+    """Members ÷ regions that could have been members; 1 in a drain."""
+    age: float = 0.0
+    """Versions between what the members trained on and what the step begins with: the mean by
+    weight."""
+
+
+@runtime_checkable
+class ByRound(Protocol):
+    """An optimizer whose step is not the same in every round."""
+
+    def at(self, round: OuterRound) -> OuterOptimizer:
+        """The optimizer of the step that this round takes."""
         ...
 
 
@@ -136,9 +150,9 @@ merge_rules: Registry[MergeRule] = Registry("merge rule")
 outer_optimizers: Registry[OuterOptimizer] = Registry("outer optimizer")
 
 
-def optimizer_at(optimizer: OuterOptimizer, version: int) -> OuterOptimizer:
-    """What takes the step that leads to a version."""
-    return optimizer.at(version) if isinstance(optimizer, ByVersion) else optimizer
+def optimizer_at(optimizer: OuterOptimizer, round: OuterRound) -> OuterOptimizer:
+    """What takes the step of a round."""
+    return optimizer.at(round) if isinstance(optimizer, ByRound) else optimizer
 
 
 def is_weighted_sum(rule: object) -> TypeGuard[WeightedSum]:

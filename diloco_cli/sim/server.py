@@ -172,7 +172,8 @@ class SimulatedServer:
 
     def _close(self, fragment: int, verdict: Close) -> None:
         version = self.ledger.slots[fragment].version
-        self.record(RoundClosed(fragment, version, verdict.members, drain=False))
+        closed = RoundClosed(fragment, version, verdict.members, drain=False, live=verdict.live)
+        self.record(closed)
         self.table.rounds[fragment] = Round()
         self._merge(fragment, self.agenda.now)
 

@@ -7,7 +7,8 @@ import pytest
 from diloco_cli.core.fragments import Fragment, Piece
 from diloco_cli.errors import RegistryError
 from diloco_cli.merge import OuterOptimizer, outer_optimizers
-from diloco_cli.merge.optimizers import Nesterov
+from diloco_cli.merge.optimizers import Adam, AgedNesterov, Nesterov, Sgd
+from diloco_cli.merge.protocols import OuterRound, optimizer_at
 from diloco_cli.merge.rules import Mean, Radial, merge
 
 SIZE = 1000
@@ -108,11 +109,12 @@ def test_rates_that_cannot_train_are_refused(asked):
 
 def test_momentum_remembers_a_tenth_of_the_rounds_so_far_and_the_rate_makes_up_for_it():
     whole = Nesterov()
-    steps = [whole.at(version) for version in (1, 25, 50, 100, 1000)]
+    steps = [whole.at(OuterRound(version)) for version in (1, 25, 50, 100, 1000)]
     assert [round(step.momentum, 9) for step in steps] == [0.6, 0.6, 0.8, 0.9, 0.9]
     assert [round(step.lr, 9) for step in steps] == [0.7, 0.7, 0.5, 0.4, 0.4]
-    assert all(step.at(3) == step for step in steps), "a step of a round is that of no other"
-    between = [whole.at(version).momentum for version in range(1, 120)]
+    other = OuterRound(3)
+    assert all(step.at(other) == step for step in steps), "a step of a round is that of no other"
+    between = [whole.at(OuterRound(version)).momentum for version in range(1, 120)]
     assert between == sorted(between)
 
 
@@ -121,5 +123,39 @@ def test_momentum_remembers_a_tenth_of_the_rounds_so_far_and_the_rate_makes_up_f
 )
 def test_little_momentum_needs_no_warm_up_and_none_may_be_wanted(given: Nesterov):
     for version in (1, 7, 300):
-        step = given.at(version)
+        step = given.at(OuterRound(version))
         assert (step.lr, step.momentum) == (pytest.approx(given.lr), given.momentum)
+
+
+def test_adam_gives_what_optax_gives_by_the_number_of_the_version():
+    ours, theirs = Adam(lr=0.02), optax.adam(0.02, b1=0.9, b2=0.95, eps=1e-5)
+    theta, *deltas = random_vectors(9)
+    expected, state, moments = theta, theirs.init(theta), ours.start(SIZE)
+    for version, delta in enumerate(deltas, 1):
+        step = optimizer_at(ours, OuterRound(version))
+        theta, moments = step.step(theta, moments, delta, drain=False)
+        updates, state = theirs.update(delta, state)
+        expected = optax.apply_updates(expected, updates)
+    np.testing.assert_allclose(theta, np.asarray(expected), rtol=1e-4, atol=1e-5)
+    step = optimizer_at(ours, OuterRound(9))
+    drained, kept = step.step(theta, moments, deltas[-1], drain=True)
+    assert kept.tobytes() == moments.tobytes() and np.abs(drained - theta).max() < 0.1
+
+
+@pytest.mark.parametrize("kind", [Nesterov, AgedNesterov, Sgd, Adam])
+def test_few_members_move_the_weights_in_proportion(kind):
+    theta, delta = random_vectors(2)
+
+    def moved(of: OuterOptimizer, share: float) -> np.ndarray:
+        step = optimizer_at(of, OuterRound(200, share=share))
+        return theta - step.step(theta, of.start(SIZE), delta, drain=False)[0]
+
+    whole = moved(kind(), 1.0)
+    np.testing.assert_allclose(moved(kind(), 0.25), whole / 4, atol=1e-5)
+    np.testing.assert_array_equal(moved(kind(proportional=False), 0.25), whole)
+
+
+def test_old_work_moves_the_weights_less_far():
+    rates = [AgedNesterov(damping=2).at(OuterRound(200, age=age)).lr for age in (0, 1, 3)]
+    assert rates == pytest.approx([0.4, 0.1, 0.025])
+    assert AgedNesterov(damping=0).at(OuterRound(9, age=5)).lr == Nesterov().at(OuterRound(9)).lr

@@ -9,8 +9,9 @@ from diloco_cli.core.fragments import Fragment, Piece
 from diloco_cli.errors import WireError
 from diloco_cli.merge import MergeRule, OuterOptimizer
 from diloco_cli.merge.combine import MemberUnfit, combine
-from diloco_cli.merge.optimizers import Nesterov, Sgd
+from diloco_cli.merge.optimizers import Adam, AgedNesterov, Nesterov, Sgd
 from diloco_cli.merge.outer_step import Diverged, MergePlan, next_weights
+from diloco_cli.merge.protocols import OuterRound
 from diloco_cli.merge.robust import Clipped, Median, Trimmed
 from diloco_cli.merge.rules import Mean, Radial, merge
 from diloco_cli.wire.chunks import CHUNK
@@ -88,18 +89,29 @@ def method(
     return MergePlan(rule or Radial(), optimizer or Nesterov(), down, **more)
 
 
-@pytest.mark.parametrize("optimizer", [Nesterov(), Sgd(lr=0.7)], ids=["nesterov", "sgd"])
+@pytest.mark.parametrize("drain", [False, True])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Nesterov(),
+        Sgd(lr=0.7),
+        AgedNesterov().at(OuterRound(3, share=0.3, age=1.5)),
+        Adam().at(OuterRound(3, share=0.3)),
+    ],
+    ids=["nesterov", "sgd", "aged-nesterov", "adam"],
+)
 @pytest.mark.parametrize("codec", [{"kind": "int4"}, {"kind": "bf16"}], ids=str)
-def test_plain_means_are_the_same_to_the_bit(codec, optimizer):
+def test_plain_means_are_the_same_to_the_bit(codec, optimizer, drain):
     theta, _, published = state()
-    before = (theta, optimizer.start(SIZE), published)
-    given, how = members(3, codec), method(Mean(), optimizer)
+    momentum = optimizer.start(SIZE)
+    momentum += np.abs(np.random.default_rng(4).standard_normal(momentum.size, np.float32))
+    before = (theta, momentum, published)
+    given, how = members(3, codec), method(Mean(), optimizer, drain=drain)
     outcome = next_weights(how, fragment(), given, before)
-    expected = straightforward(how, given, before)
-    for found, wanted in zip(
-        (outcome.theta, outcome.momentum, outcome.published), expected, strict=True
-    ):
+    vectors = outcome.theta, outcome.momentum, outcome.published
+    for found, wanted in zip(vectors, straightforward(how, given, before), strict=True):
         np.testing.assert_array_equal(found, wanted)
+    assert outcome.digests == tuple(map(vector_digest, vectors))
 
 
 @pytest.mark.parametrize("rule", [Trimmed(), Median()], ids=["trimmed", "median"])

@@ -411,7 +411,8 @@ def replayed(settings: ServerSettings, folder: Path, frames: Iterable[bytes]) ->
             about = settings.layout.fragments[record.fragment]
             slot, old = ledger.slots[about.number], versions[about.number]
             receipts = list(slot.closing.values())
-            made = next_version(settings, store, old, about, receipts, drain=slot.drain)
+            how = {"drain": slot.drain, "live": slot.live}
+            made = next_version(settings, store, old, about, receipts, **how)
             assert isinstance(made, tuple), made
             versions[about.number] = made[0]
             assert made[0].digest == record.published

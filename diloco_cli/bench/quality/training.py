@@ -152,7 +152,9 @@ class Training(Simulation):
 
     def _make(self, fragment: int, receipts: list[Receipt], *, drain: bool) -> None:
         old, place = self.made[fragment][-1], self.parts.layout.fragments[fragment]
-        made = next_version(self.settings, self.payloads, old, place, receipts, drain=drain)
+        live = self.server.ledger.slots[fragment].live
+        how: dict[str, Any] = {"drain": drain, "live": live}
+        made = next_version(self.settings, self.payloads, old, place, receipts, **how)
         if isinstance(made, Spoiled):
             raise RunFailed(f"Round {old.number} of fragment {fragment} failed: {made.why}.")
         version, data = made

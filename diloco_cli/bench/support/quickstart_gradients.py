@@ -13,7 +13,7 @@ import numpy as np
 
 from diloco_cli.assemble import load_run, resolve, spelled_out
 from diloco_cli.core.fragments import Fragment, gather, scatter
-from diloco_cli.merge.protocols import optimizer_at
+from diloco_cli.merge.protocols import OuterRound, optimizer_at
 from diloco_cli.merge.rules import merge, weight
 from diloco_cli.run.scaffold import TEMPLATES
 from diloco_cli.wire.codecs import Codec
@@ -39,7 +39,7 @@ def quickstart_round(rounds: int = 6) -> tuple[list[np.ndarray], list[np.ndarray
         for number, fragment in enumerate(parts.layout.fragments):
             members = [(counted, decoded[number]) for _, decoded in sent]
             merged = merge(parts.merge, fragment, members)
-            theta[number], momentum[number] = optimizer_at(parts.outer, version).step(
+            theta[number], momentum[number] = optimizer_at(parts.outer, OuterRound(version)).step(
                 theta[number], momentum[number], merged, drain=False
             )
             down.append(theta[number] - gather(published, fragment))

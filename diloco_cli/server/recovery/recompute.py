@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from diloco_cli.core.ledger import MadeVersion
 from diloco_cli.core.rounds import Receipt
@@ -23,10 +24,12 @@ class RecordedVersion:
     receipts: tuple[Receipt, ...] = ()
     drain: bool = False
     terms: int = 0
+    live: int = 0
 
     @classmethod
     def of(cls, made: MadeVersion) -> RecordedVersion:
-        return cls(made.version, made.state, tuple(made.receipts.values()), made.drain, made.terms)
+        how = made.drain, made.terms, made.live
+        return cls(made.version, made.state, tuple(made.receipts.values()), *how)
 
 
 def load(archive: Archive, fragment: int, recorded: RecordedVersion) -> StoredState:
@@ -51,7 +54,8 @@ def recompute(
     payloads = archive.members(fragment, recorded.version)
     settings = history[recorded.terms]
     layout = settings.layout.fragments[fragment]
-    made = next_version(settings, payloads, old, layout, recorded.receipts, drain=recorded.drain)
+    how: dict[str, Any] = {"drain": recorded.drain, "live": recorded.live}
+    made = next_version(settings, payloads, old, layout, recorded.receipts, **how)
     if isinstance(made, Spoiled):
         raise StoreDamaged(
             f"Version {recorded.version} of fragment {fragment} cannot be recomputed: "

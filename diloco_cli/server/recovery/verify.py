@@ -137,9 +137,8 @@ def _versions(
             case VersionPublished():
                 slot = ledger.slots[record.fragment]
                 members = tuple(slot.closing.values())
-                made = RecordedVersion(
-                    record.version, record.state, members, slot.drain, slot.terms
-                )
+                how = slot.drain, slot.terms, slot.live
+                made = RecordedVersion(record.version, record.state, members, *how)
                 steps[record.fragment].append(made)
             case RegionJoined() | RegionRetired() | RegionPaced() | FragmentCalled():
                 pass

@@ -407,6 +407,7 @@ class Coordinator:
             verdict.members,
             drain=bool(state.ledger.end),
             terms=state.ledger.terms,
+            live=verdict.live,
         )
         state.record(closed)
         state.note(

@@ -218,10 +218,11 @@ class Publisher:
         layout, old = settings.layout.fragments[fragment], state.weights.newest[fragment]
         digests = [receipt.digest for receipt in receipts if receipt.digest in state.seen]
         seen = {digest: state.seen.pop(digest) for digest in digests}
-        drain = slot.drain
+        drain, live = slot.drain, slot.live
 
         def from_version(old: Version) -> tuple[Version, bytes] | Spoiled:
-            return next_version(settings, store, old, layout, receipts, drain=drain, seen=seen)
+            known = {"drain": drain, "live": live, "seen": seen}
+            return next_version(settings, store, old, layout, receipts, **known)
 
         def compute() -> tuple[Version, bytes] | Spoiled:
             try:

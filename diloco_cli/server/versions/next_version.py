@@ -28,7 +28,7 @@ from diloco_cli.errors import DilocoError, WireError
 from diloco_cli.merge.combine import MemberUnfit, combine, edges_of
 from diloco_cli.merge.optimizers import average_share, averaged
 from diloco_cli.merge.outer_step import Diverged, MergePlan, outer_step
-from diloco_cli.merge.protocols import Vectors, optimizer_at
+from diloco_cli.merge.protocols import OuterRound, Vectors, optimizer_at
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store import Payloads
 from diloco_cli.server.store.archive import PayloadLost
@@ -93,25 +93,28 @@ def next_version(
     receipts: Sequence[Receipt],
     *,
     drain: bool,
+    live: int = 0,
     seen: Mapping[str, Seen] | None = None,
 ) -> tuple[Version, bytes] | Spoiled:
     """Computes the next version and its delta frame, or says who must leave the round first.
 
-    `seen` may hold what was found out about payloads, by digest. StoreDamaged if the old
-    version cannot be read.
+    `live` regions could have been members: of few of them the step is in proportion, but in a
+    drain, where each brings what it has left. `seen` may hold what was found out about
+    payloads, by digest. StoreDamaged if the old version cannot be read.
     """
     seen = seen or {}
     receipts = sorted(receipts, key=lambda receipt: receipt.region)
     regions = tuple(receipt.region for receipt in receipts)
-    method = MergePlan(
-        recipe.merge,
-        optimizer_at(recipe.outer, old.number + 1),
-        codecs.build(recipe.spec.wire.down),
-        level=recipe.spec.wire.zstd,
-        drain=drain,
-    )
     try:
         members = _opened(recipe, payloads, fragment, receipts, seen)
+        weights = [weight for weight, _ in members]
+        method = MergePlan(
+            recipe.merge,
+            optimizer_at(recipe.outer, _round(old, receipts, weights, 0 if drain else live)),
+            codecs.build(recipe.spec.wire.down),
+            level=recipe.spec.wire.zstd,
+            drain=drain,
+        )
         known = _lengths_known(recipe, fragment, receipts, members, seen)
         scales = [recipe.scale(receipt) for receipt in receipts]
         merged = combine(method.rule, fragment, members, known, scales=scales)
@@ -138,6 +141,17 @@ def next_version(
     version = Version(old.number + 1, state, made.digest, digests, regions)
     return version, seal(
         frame_header(recipe, payloads.run, "delta", fragment, version), made.chunks
+    )
+
+
+def _round(
+    old: Version, receipts: Sequence[Receipt], weights: Sequence[float], live: int
+) -> OuterRound:
+    ages = (weight * (old.number - it.base) for weight, it in zip(weights, receipts, strict=True))
+    return OuterRound(
+        old.number + 1,
+        share=min(1.0, len(receipts) / max(live, 1)),
+        age=sum(ages) / sum(weights),
     )
 
 

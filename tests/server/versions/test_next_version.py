@@ -13,7 +13,7 @@ import zstandard
 
 from diloco_cli.core.fragments import Tensor, cut
 from diloco_cli.core.rounds import Receipt
-from diloco_cli.merge.protocols import optimizer_at
+from diloco_cli.merge.protocols import OuterRound, optimizer_at
 from diloco_cli.merge.rules import Mean, merge
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.store.state_format import StoredState
@@ -149,7 +149,7 @@ def test_a_rule_without_kernels_is_folded_as_it_says(drain):
         for receipt, data in zip(receipts(frames), frames, strict=True)
     ]
     delta = merge(run.merge, run.layout.fragments[0], weighed)
-    outer = optimizer_at(run.outer, 1)
+    outer = optimizer_at(run.outer, OuterRound(1))
     theta, momentum = outer.step(before.theta, before.momentum, delta, drain=drain)
     np.testing.assert_array_equal(version.state.theta, theta)
     np.testing.assert_array_equal(version.state.momentum, momentum)

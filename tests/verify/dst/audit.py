@@ -358,7 +358,8 @@ class Audit:
                 slot, about = ledger.slots[f], self.settings.layout.fragments[f]
                 receipts = tuple(slot.closing.values())
                 settings = every_terms[closed[f]]
-                made = next_version(settings, store, versions[f], about, receipts, drain=slot.drain)
+                how = {"drain": slot.drain, "live": slot.live}
+                made = next_version(settings, store, versions[f], about, receipts, **how)
                 if not isinstance(made, tuple):
                     self.must(False, f"version {record.version} of {f}: {made}")
                     return
