@@ -187,6 +187,8 @@ class Rounds:
         """Regions that are there, by the newest sample."""
         self._early: dict[int, dict[str, tuple[Seconds, float, int]]] = {}
         """Contributions that wait for their fragment to be called, by fragment and region."""
+        self.lasted = {"count": 0.0, "seconds": 0.0}
+        """How many rounds were published since this server was started, and their seconds."""
         self._number = 0
         self._versions: dict[str, list[int]] = {}
 
@@ -209,6 +211,8 @@ class Rounds:
                 record.weights = [float(weight) for weight in fields.get("weights", ())]
             else:
                 record.published, record.bytes = at, fields.get("bytes", 0)
+                self.lasted["count"] += 1
+                self.lasted["seconds"] += at - record.called
                 del self._open[fragment]
 
     def _call(self, fragment: int, version: int, at: Seconds) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -23,10 +24,7 @@ _RUN = (
     ("participation_ratio", "goodputs.participation", "Mean share of regions in a round"),
 )
 
-_WIRE = (
-    ("bits_per_parameter", "bits_per_parameter_{}", "Bits on the wire for one parameter"),
-    ("wire_bytes", "bytes_{}", "Bytes of frames moved"),
-)
+_WIRE = (("wire_bytes", "bytes_{}", "Bytes of frames moved"),)
 
 _REGION = (
     ("region_alive", "alive", "1 while the region's lease runs"),
@@ -45,6 +43,8 @@ _REGION = (
     ("region_lanes", "lanes", "Lanes of its text that the region reads"),
     ("region_last_merged_seconds", "last_merged_seconds", "Since the region was last merged"),
     ("region_silent_seconds", "silent_seconds", "Since the region's last heartbeat"),
+    ("region_link_up_bytes_per_second", "link_up", "Measured rate of uploads"),
+    ("region_link_down_bytes_per_second", "link_down", "Measured rate of downloads"),
     ("region_restarts", "restarts", "Trainer restarts"),
     ("region_tokens_lost", "lost", "Tokens trained and lost with a trainer that died"),
     ("region_refused", "refused", "Contributions refused"),
@@ -54,8 +54,24 @@ _REGION = (
     ("region_mended", "mended", "Copies of published weights replaced for having other bits"),
 )
 
+COUNTERS = frozenset(
+    f"{prefix}{name}"
+    for prefix, names in (
+        ("", ("outer_steps", "wire_bytes", "http_requests")),
+        ("region_", ("restarts", "tokens_lost", "refused", "mended")),
+    )
+    for name in names
+)
+"""Never fall while their process lives; the rest may go up and down."""
+
 METRICS = (
-    *(f"diloco_{name}" for name, _, _ in _RUN + _WIRE + _REGION),
+    *(f"diloco_{name}{'_total' * (name in COUNTERS)}" for name, _, _ in _RUN + _WIRE + _REGION),
+    *(
+        "diloco_bytes_per_parameter",
+        "diloco_http_requests_total",
+        "diloco_expiry_timestamp_seconds",
+    ),
+    *("diloco_round_seconds_sum", "diloco_round_seconds_count"),
     "diloco_regions",
     "diloco_state",
     "diloco_tokens",
@@ -79,16 +95,45 @@ def prometheus_text(status: Status) -> str:
     return generate_latest(registry).decode()
 
 
-def process_text(*, version: str, disk_free: int | None) -> str:
-    """What the server's process and its disk are at, in the same format."""
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server knows of itself."""
+
+    version: str
+    disk_free: int | None = None
+    answers: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    """By call and status."""
+    expiries: Mapping[str, float] = field(default_factory=dict)
+    """Until when certificates and credentials are good, by name."""
+    rounds: Mapping[str, float] = field(default_factory=dict)
+    """How many there were, and their seconds."""
+
+
+def process_text(facts: ServerFacts) -> str:
+    """What the server's process, its disk and its clients are at, in the same format."""
     from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.core import SummaryMetricFamily
     from prometheus_client.process_collector import ProcessCollector
     from prometheus_client.registry import Collector
 
     class Once(Collector):
         def collect(self) -> Iterator[Any]:
-            yield _family("build_info", "1, for this version", ("version",), [((version,), 1.0)])
-            yield _family("disk_free_bytes", "Room on the server's disk", (), [((), disk_free)])
+            built = [((facts.version,), 1.0)]
+            yield _family("build_info", "1, for this version", ("version",), built)
+            free = [((), facts.disk_free)]
+            yield _family("disk_free_bytes", "Room on the server's disk", (), free)
+            answers = [((call, str(code)), n) for (call, code), n in sorted(facts.answers.items())]
+            labels = ("call", "code")
+            yield _family("http_requests", "Requests by call and status", labels, answers)
+            ends = [((name,), at) for name, at in sorted(facts.expiries.items())]
+            meaning = "Until when a certificate or credential is good"
+            yield _family("expiry_timestamp_seconds", meaning, ("of",), ends)
+            yield SummaryMetricFamily(
+                "diloco_round_seconds",
+                "Rounds from the call to the new version",
+                count_value=int(facts.rounds.get("count", 0)),
+                sum_value=facts.rounds.get("seconds", 0.0),
+            )
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Once())
@@ -115,6 +160,13 @@ def _families(status: Status) -> Iterator[Any]:
         yield _family(f"tokens_{name}", meaning, (), [((), getattr(status.tokens, name))])
     for name, path, meaning in _RUN:
         yield _family(name, meaning, (), [((), attrgetter(path)(status))])
+    costs = [
+        ((way,), None if bits is None else bits / 8)
+        for way in ("up", "down")
+        for bits in [getattr(status.wire, f"bits_per_parameter_{way}")]
+    ]
+    meaning = "Bytes on the wire for one parameter"
+    yield _family("bytes_per_parameter", meaning, ("direction",), costs)
     for name, key, meaning in _WIRE:
         ways = [((way,), getattr(status.wire, key.format(way))) for way in ("up", "down")]
         yield _family(name, meaning, ("direction",), ways)
@@ -129,11 +181,10 @@ def _family(
     labels: tuple[str, ...],
     rows: Iterable[tuple[tuple[str, ...], float | None]],
 ) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    # Gauges throughout: the server counts durably, so a restart does not start these at zero,
-    # but a replaced folder may; a counter would promise more than we know.
-    family = GaugeMetricFamily(f"diloco_{name}", meaning, labels=labels)
+    kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+    family = kind(f"diloco_{name}", meaning, labels=labels)
     for values, number in rows:
         if number is not None:
             family.add_metric(values, float(number))

@@ -32,6 +32,7 @@ from diloco_cli.observe.events import EventLog
 from diloco_cli.server.build_status import build_summary
 from diloco_cli.server.history import HistoryRecorder
 from diloco_cli.server.http.asgi import Guarded, make_app
+from diloco_cli.server.http.health import HealthPort
 from diloco_cli.server.http.idle import IDLE_SECONDS
 from diloco_cli.server.http.listener import bind, url_of
 from diloco_cli.server.http.tls_reload import Certificates, TlsListener, refuse_open
@@ -128,13 +129,22 @@ async def _serve(
     except BaseException:
         taken.close()
         raise
+    _keep_counting(coordinator, folder)
     app = make_app(
         coordinator,
         events=events.path,
         url=lambda: url,
         tokens=tokens,
         history=recorder.history,
+        expiries=certificates.expiries if certificates else dict,
     )
+    health = None
+    if where.health:
+        try:
+            health = HealthPort(coordinator.state, bind(where.health, key="server.health"))
+        except BaseException:
+            taken.close()
+            raise
     idle = max(IDLE_SECONDS, 2 * where.lease)
     listener = TlsListener(app, taken, certificates, idle=idle)
     conducting: asyncio.Task[None] | None = None
@@ -146,6 +156,8 @@ async def _serve(
         elif coordinator.state.finished_at is None:
             coordinator.late_leases = LATE_LEASES  # Members on other hosts may come back.
         await listener.start()
+        if health:
+            await health.start()
         conducting = asyncio.create_task(coordinator.run())
         recording = asyncio.create_task(recorder.run(coordinator))
         gc.freeze()  # What is loaded by now stays; there is no need to look through it ever again.
@@ -159,6 +171,8 @@ async def _serve(
         if recording:
             recording.cancel()
         coordinator.state.close()
+        if health:
+            await health.end()
         await listener.end()
         if conducting:
             await conducting
@@ -203,6 +217,15 @@ def _is_summed_up(folder: Path) -> bool:
     with suppress(OSError, ValueError, AttributeError):
         return json.loads((folder / "summary.json").read_bytes()).get("state") == "finished"
     return False
+
+
+def _keep_counting(coordinator: Coordinator, folder: Path) -> None:
+    """Goes on from what the last server had sent when it was stopped; the journal knows of less."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        summary = json.loads((folder / "summary.json").read_bytes())
+        if summary["run"] == coordinator.state.store.run:
+            totals = coordinator.state.totals
+            totals.bytes_down = max(totals.bytes_down, int(summary["wire"]["bytes_down"]))
 
 
 def _in_words(failure: BaseException) -> BaseException:

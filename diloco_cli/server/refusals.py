@@ -42,6 +42,7 @@ STATUS = {
     "not-amendable": 422,
     "mismatch": 422,
     "other-wire": 426,
+    "too-many": 429,
     "failed": 500,
     "busy": 503,
     "closing": 503,

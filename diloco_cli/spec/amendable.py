@@ -117,6 +117,7 @@ RULES: dict[str, ChangeRule] = {
     "wire.zstd": ChangeRule(("version", "region")),
     "wire.rate_limit": _own("how much of its line a region may use is between the two"),
     "server.listen": _HOST,
+    "server.health": _HOST,
     "server.certs": _HOST,
     "server.store": _HOST,
     "server.lease": _SERVER,

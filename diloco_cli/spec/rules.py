@@ -359,7 +359,12 @@ def _the_server_listens_where_it_is_safe(spec: RunSpec) -> Iterator[SpecFault]:
             "For example 127.0.0.1:7350, or 127.0.0.1:0 for a free port; an IPv6 host goes in "
             "brackets, as in [::1]:7350.",
         )
-    elif not _is_loopback(host) and not spec.server.certs:
+    health = spec.server.health
+    if health is not None and _host_and_port(health)[0] is None:
+        yield SpecFault(
+            ("server", "health"), f"is {health!r}, which is not HOST:PORT", "As in 127.0.0.1:7351."
+        )
+    if host is not None and not _is_loopback(host) and not spec.server.certs:
         yield SpecFault(
             at,
             f"is {listen!r}, which other machines can reach, but there is no server.certs, so "

@@ -316,6 +316,10 @@ class ServerSpec(Section):
     certs: Annotated[str, Field(min_length=1)] | None = None
     """Folder that `diloco certs` made: TLS 1.3, client certificates and tokens for everybody."""
 
+    health: str | None = None
+    """HOST:PORT for `/healthz` alone, in plain HTTP and without credentials, for probes that can
+    show none; whoever can connect learns whether the server is well and what its trouble is."""
+
     store: Choice = {"kind": "folder"}
     """Where the server keeps what must survive a crash."""
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from diloco_cli.observe.prometheus import METRICS, process_text, prometheus_text
+from diloco_cli.observe.prometheus import METRICS, ServerFacts, process_text, prometheus_text
 from tests import ROOT
 from tests.observe.documents import make_status
 
@@ -39,8 +39,30 @@ def test_every_expression_names_metrics_that_there_are():
             assert name in METRICS, f"{title}: {name}"
 
 
+FACTS = ServerFacts(
+    version="1.2",
+    disk_free=99,
+    answers={("contribute", 201): 3, ("status", 401): 2},
+    expiries={"server": 1.8e9, "upload:paris": 1.9e9},
+    rounds={"count": 4, "seconds": 6.0},
+)
+
+
+def test_answers_expiries_and_rounds_are_in_the_metrics():
+    text = process_text(FACTS)
+    assert 'diloco_http_requests_total{call="contribute",code="201"} 3.0' in text
+    assert 'diloco_expiry_timestamp_seconds{of="upload:paris"} 1.9e+09' in text
+    assert "diloco_round_seconds_count 4.0" in text and "diloco_round_seconds_sum 6.0" in text
+
+
+def test_what_only_grows_is_a_counter():
+    text = prometheus_text(make_status())
+    for name in ("outer_steps", "wire_bytes", "region_restarts", "region_refused"):
+        assert f"# TYPE diloco_{name}_total counter" in text
+
+
 def test_trouble_and_process_are_in_the_metrics():
-    text = prometheus_text(STATUS) + process_text(version="1.2", disk_free=99)
+    text = prometheus_text(STATUS) + process_text(FACTS)
     assert "diloco_trouble 0.0" in text and 'diloco_build_info{version="1.2"} 1.0' in text
     assert "diloco_disk_free_bytes 99.0" in text and "process_resident_memory_bytes" in text
     assert 'diloco_region_silent_seconds{region="paris"} 0.4' in text
@@ -58,5 +80,5 @@ def test_promtool_takes_rules_configuration_and_metrics():
 
     promtool("check", "rules", str(FOLDER / "alerts.yaml"))
     promtool("check", "config", str(FOLDER / "prometheus.yaml"))
-    text = prometheus_text(STATUS) + process_text(version="1.2", disk_free=99)
+    text = prometheus_text(STATUS) + process_text(FACTS)
     promtool("check", "metrics", text=text)

@@ -12,10 +12,13 @@ from typing import Protocol
 
 from starlette.requests import Request
 
+from diloco_cli.server.access.floods import Flood
 from diloco_cli.server.access.tokens import Caller, Role, TokenList
 from diloco_cli.server.refusals import HttpRefusal
 
 LONGEST_HEADER = 2048
+BAD_CREDENTIALS = (600, 2.0)
+"""Of one peer, at once and then per second; more are answered without a look at why."""
 REQUESTS_PER_CALLER = 128
 """At once; a worker needs fewer than ten."""
 
@@ -37,6 +40,7 @@ class AccessCheck:
         self.met: set[tuple[str, int]] = set()
         """Addresses of authorised clients; `IdleConnections` removes closed ones."""
         self._under_way: Counter[str] = Counter()
+        self._bad = Flood(*BAD_CREDENTIALS)
 
     def check(self, call: RestrictedCall, request: Request) -> Caller | None:
         """Returns the caller, or refuses."""
@@ -45,7 +49,7 @@ class AccessCheck:
             return None
         if not call.may:
             return None
-        caller = self._tokens.who(presented(request.headers.get("authorization", "")))
+        caller = self._who(self._tokens, request)
         request.state.caller = caller
         self._meet(request)
         if caller.role not in call.may:
@@ -63,6 +67,21 @@ class AccessCheck:
             )
         self._count(str(caller), request)
         return caller
+
+    def _who(self, tokens: TokenList, request: Request) -> Caller:
+        """Says whose token it is; many bad ones of one peer are told to wait, good ones never."""
+        try:
+            return tokens.who(presented(request.headers.get("authorization", "")))
+        except HttpRefusal as refusal:
+            peer = request.client.host if request.client else ""
+            if refusal.status == 401 and self._bad.take(peer) is None:
+                raise HttpRefusal(
+                    "too-many",
+                    f"{peer} has shown too many credentials that open nothing.",
+                    refusal.hint,
+                    headers={"retry-after": "60"},
+                ) from None
+            raise
 
     def _count(self, who: str, request: Request) -> None:
         """Limits requests in progress; one that its client abandoned counts until answered."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -49,15 +50,18 @@ def make_app(
     url: Callable[[], str],
     tokens: TokenList | None = None,
     history: History | None = None,
+    expiries: Callable[[], Mapping[str, float]] = dict,
 ) -> Guarded:
     """Makes the ASGI application of a coordinator.
 
     `events` is the path of the run log; `url` says where the server can be reached. Without
-    tokens anybody may do anything, which is for the loopback address only.
+    tokens anybody may do anything, which is for the loopback address only. `expiries` says until
+    when certificates and credentials are good.
     """
     release = importlib.metadata.version("diloco-cli")
     history = history or History(len(coordinator.state.settings.sizes))
     routes = Routes(coordinator, events, url, lambda: openapi(release), history)
+    routes.expiries = expiries
     access = AccessCheck(tokens)
     state = coordinator.state
     if tokens:
@@ -77,6 +81,7 @@ def make_app(
         coordinator,
         Audit(events.with_name("audit.jsonl")),
         access,
+        routes.answers,
     )
 
 
@@ -175,15 +180,25 @@ class Guarded:
     """Counts the requests under way, writes down who did what, and at the end turns all away."""
 
     def __init__(
-        self, app: ASGIApp, coordinator: Coordinator, audit: Audit, access: AccessCheck
+        self,
+        app: ASGIApp,
+        coordinator: Coordinator,
+        audit: Audit,
+        access: AccessCheck,
+        answers: Counter[tuple[str, int]],
     ) -> None:
+        """`answers` counts by call and status."""
         self.app = app
         self.state = coordinator.state
         self.under_way = 0
         self.audit, self.met, self._access = audit, access.met, access
+        self.answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            return
+        if _lacks_host(scope):
+            await answer_error(_NO_HOST)(scope, receive, send)
             return
         self.under_way += 1
         incoming = LimitedReceive(receive)
@@ -205,6 +220,17 @@ class Guarded:
         finally:
             self._access.left(watched.state.get("counted"))
             watched.note(self.audit)
+            self.answers[watched.state.get("call", ""), watched.status] += 1
+
+
+def _lacks_host(scope: Scope) -> bool:
+    """What HTTP/1.1 asks every client to send, so that nobody in between mistakes the request."""
+    if not str(scope.get("http_version", "")).startswith("1.1"):
+        return False
+    return sum(name == b"host" for name, _ in scope["headers"]) != 1
+
+
+_NO_HOST = HttpRefusal("bad-request", "The request has no `Host`, or more than one.")
 
 
 def answer_error(denied: HttpRefusal) -> Response:

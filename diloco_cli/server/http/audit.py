@@ -24,6 +24,7 @@ from typing import Any
 
 from starlette.types import Message, Scope, Send
 
+from diloco_cli.server.access.floods import Flood
 from diloco_cli.server.intake.body import LimitedReceive
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 8 << 20
 KEPT = 8
 LONGEST = 200
+TURNED_AWAY = (200, 1 / 30)
+"""Lines about one peer that was turned away, at once and then per second: whoever is refused on
+and on must not push out what the others did. The next line says how many were left out."""
 
 ITEMS = frozenset({"join", "contribute", "contribute_part", "version", "weights", "stop"})
 """Calls of which every answer is written down; of the others, only what was not allowed."""
@@ -45,6 +49,7 @@ class Audit(RotatingFileHandler):
     def __init__(self, path: Path, *, most: int = MOST_BYTES, kept: int = KEPT) -> None:
         super().__init__(path, maxBytes=most, backupCount=kept - 1, encoding="utf-8", delay=True)
         self._failure: OSError | None = None
+        self.turned_away = Flood(*TURNED_AWAY)
 
     def write(self, **facts: Any) -> None:
         """Adds a line; a disk that refuses it is said once and stops nobody."""
@@ -77,23 +82,29 @@ class Watched:
 
     def __init__(self, scope: Scope, incoming: LimitedReceive, send: Send) -> None:
         self._scope, self._incoming, self._send = scope, incoming, send
-        self._out = self._status = 0
+        self._out = self.status = 0
         # A server may hand the same dictionary to every request.
         self.state: dict[str, Any] = {}
         scope["state"] = self.state
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self.status = message["status"]
         await self._send(message)
         self._out += len(message.get("body", b""))
 
     def note(self, audit: Audit) -> None:
         """Writes the line, if this is something to write down."""
-        call, status = self.state.get("call", ""), self._status
-        if call not in ITEMS and status not in (401, 403):
+        call, status = self.state.get("call", ""), self.status
+        if call not in ITEMS and status not in (401, 403, 429):
             return
         client = self._scope.get("client") or ("", 0)
+        held_back: int | None = 0
+        if status in (401, 403, 429):
+            held_back = audit.turned_away.take(str(client[0]))
+            if held_back is None:
+                return
+        beside = {"held_back": held_back} if held_back else {}
         audit.write(
             who=str(self.state.get("caller") or "nobody"),
             peer=str(client[0]),
@@ -106,6 +117,7 @@ class Watched:
             bytes_out=self._out,
             digest=self.state.get("digest"),
             range=self.state.get("range"),
+            **beside,
         )
 
     @staticmethod

@@ -76,6 +76,7 @@ _ADMIN: frozenset[Role] = frozenset({"admin"})
 NOT_ALLOWED = {
     401: "no credential, or one that is unknown, expired or revoked",
     403: "a credential of another region, or of a role that may not",
+    429: "too many credentials that open nothing from one address",
 }
 """What a call may answer besides, where there are credentials."""
 

@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
@@ -24,10 +25,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from diloco_cli.core.rounds import Accept, Ahead, Answer, Fenced, Foreign, Recorded, Refused
 from diloco_cli.observe.history import MOST_POINTS, History
 from diloco_cli.observe.page import POLICY, View, page
-from diloco_cli.observe.prometheus import process_text, prometheus_text
+from diloco_cli.observe.prometheus import ServerFacts, process_text, prometheus_text
 from diloco_cli.observe.status import Status
 from diloco_cli.server.build_status import amendment_of, build_status
 from diloco_cli.server.http.event_stream import tail
+from diloco_cli.server.http.health import health_of
 from diloco_cli.server.http.limits import JSON_SECONDS
 from diloco_cli.server.intake.body import LimitedReceive, too_large
 from diloco_cli.server.intake.intake import Intake
@@ -81,6 +83,9 @@ class Routes:
         self._lent: weakref.WeakSet[ModelDownload] = weakref.WeakSet()
         """Whole models that are being sent, each with the files, or the memory, of its version."""
         self._opening = 0
+        self.answers: Counter[tuple[str, int]] = Counter()
+        """Since this server was started, by call and status."""
+        self.expiries: Callable[[], Mapping[str, float]] = dict
 
     # Regions
 
@@ -319,16 +324,19 @@ class Routes:
         return tuple(map(amendment_of, self.state.ledger.amendments))
 
     async def metrics(self, request: Request) -> Response:
-        text = prometheus_text(self._status()) + process_text(
-            version=importlib.metadata.version("diloco-cli"), disk_free=self._disk_free()
+        facts = ServerFacts(
+            version=importlib.metadata.version("diloco-cli"),
+            disk_free=self._disk_free(),
+            answers=self.answers,
+            expiries=self.expiries(),
+            rounds=self._history.rounds.lasted,
         )
+        text = prometheus_text(self._status()) + process_text(facts)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def health(self, request: Request) -> Response:
-        trouble = self.state.trouble
-        well = self.state.failure is None and not trouble
-        document = {"ok": well, "run": self.state.store.run, "trouble": trouble}
-        return JSONResponse(document, 200 if well else 503)
+        status, document = health_of(self.state)
+        return JSONResponse({**document, "run": self.state.store.run}, status)
 
     async def described(self, request: Request) -> Response:
         return JSONResponse(self._describe())

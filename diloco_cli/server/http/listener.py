@@ -45,7 +45,7 @@ HTTP2 = HTTP2Settings(
 HTTP1 = HTTP1Settings(header_read_timeout=15_000, max_buffer_size=64 << 10)
 
 
-def bind(listen: str, *, prefer: int = 0) -> socket.socket:
+def bind(listen: str, *, prefer: int = 0, key: str = "server.listen") -> socket.socket:
     """Takes HOST:PORT, or says why it cannot be had.
 
     With port 0 the port `prefer` is tried first, so that a server that was killed comes
@@ -58,7 +58,7 @@ def bind(listen: str, *, prefer: int = 0) -> socket.socket:
         kind, *_, where = socket.getaddrinfo(host, wanted, type=socket.SOCK_STREAM)[0]
     except (ValueError, OverflowError, socket.gaierror) as error:
         raise SpecError(
-            f"server.listen: {listen} is no address to listen on: {error}.",
+            f"{key}: {listen} is no address to listen on: {error}.",
             hint="It looks like 127.0.0.1:8080, or 0.0.0.0:0 for any free port.",
         ) from None
     if wanted == 0 and prefer:
@@ -68,8 +68,8 @@ def bind(listen: str, *, prefer: int = 0) -> socket.socket:
         return _bound(kind, where)
     except OSError as error:
         raise SpecError(
-            f"server.listen: {listen} cannot be used: {error.strerror}.",
-            hint=f"Stop what listens there, or set server.listen to another port ({host}:0 "
+            f"{key}: {listen} cannot be used: {error.strerror}.",
+            hint=f"Stop what listens there, or set {key} to another port ({host}:0 "
             "takes a free one).",
         ) from None
 

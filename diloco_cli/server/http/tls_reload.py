@@ -12,11 +12,13 @@ import ipaddress
 import logging
 import socket
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_cli.errors import DilocoError, SpecError
-from diloco_cli.server.access.tokens import FILE, TokenList
+from diloco_cli.errors import DilocoError, SpecError, StoreError
+from diloco_cli.server.access import authority
+from diloco_cli.server.access.tokens import FILE, TokenList, read_entries
 from diloco_cli.server.http.asgi import Guarded
 from diloco_cli.server.http.idle import SWEEP_SECONDS, IdleConnections
 from diloco_cli.server.http.listener import Listener
@@ -66,6 +68,19 @@ class Certificates:
 
     def tokens(self, run: str) -> TokenList:
         return TokenList(self.folder / FILE, run)
+
+    def expiries(self) -> dict[str, float]:
+        """Until when the certificates and the newest credential of everybody are good."""
+        found: dict[str, float] = {}
+        with suppress(StoreError):  # Nobody gets in then, which says it all.
+            for name in ("ca", "server"):
+                certificate = authority.read_certificate(self.folder / f"{name}.pem")
+                found[name] = certificate.not_valid_after_utc.timestamp()
+            for entry in read_entries(self.folder / FILE)[1]:
+                if entry.revoked is None:
+                    whose = f"{entry.role}:{entry.name}"
+                    found[whose] = max(found.get(whose, 0.0), entry.expires)
+        return found
 
     def seen(self) -> tuple[tuple[int, ...], ...]:
         """Changes when a file is replaced."""

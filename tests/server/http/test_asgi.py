@@ -20,6 +20,7 @@ import pytest
 from diloco_cli.core.guard import Norms
 from diloco_cli.core.journal_records import RoundClosed
 from diloco_cli.core.rounds import Answer, Foreign, Receipt
+from diloco_cli.server.http.asgi import make_app
 from diloco_cli.server.http.calls import CALLS
 from diloco_cli.server.intake import intake
 from diloco_cli.server.intake.body import LINGER_BYTES
@@ -27,7 +28,7 @@ from diloco_cli.server.store import group_commit
 from diloco_cli.system.files import DiskFull
 from diloco_cli.wire.frame import most_bytes, open_frame, pack
 from diloco_cli.wire.messages import EPOCH_HEADER, RUN_HEADER, WIRE_HEADER, contribution_path
-from tests.server.harness import TENSORS, in_a_loop
+from tests.server.harness import TENSORS, in_a_loop, joined
 from tests.server.http.requests import error, put, served
 
 
@@ -533,3 +534,29 @@ async def test_json_bodies_are_described_by_the_messages_that_parse_them(tmp_pat
     assert "owner" in schemas["Join"]["required"]
     used = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described)))
     assert used == set(schemas)
+
+
+@pytest.mark.parametrize("hosts, status", [(0, 400), (1, 404), (2, 400)])
+@in_a_loop
+async def test_a_request_of_http_1_1_names_its_host_once(tmp_path, hosts, status):
+    bench = await joined(tmp_path)
+    app = make_app(bench.server, events=tmp_path / "events.jsonl", url=lambda: "http://h:1")
+    answered: list[int] = []
+
+    async def send(message):
+        answered.extend([message["status"]] if "status" in message else [])
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "GET",
+        "path": "/nothing",
+        "query_string": b"",
+        "headers": [(b"host", b"h")] * hosts,
+        "client": ("127.0.0.1", 9),
+    }
+    await app(scope, receive, send)
+    assert answered == [status]
