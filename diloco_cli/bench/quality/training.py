@@ -269,7 +269,7 @@ def _abreast(step: JaxStep) -> Any:
     def go(params: list[Any], states: list[Any], tokens: jax.Array) -> tuple[list[Any], list[Any]]:
         weights, memories = (jax.tree.map(_stack, *trees) for trees in (params, states))
         abreast: Any = jax.vmap(step.step)
-        new, moved, _ = abreast(weights, memories, tokens)
+        new, moved, *_ = abreast(weights, memories, tokens)
         return _split(new, len(params)), _split(moved, len(params))
 
     return jax.jit(go, donate_argnums=(0, 1))
