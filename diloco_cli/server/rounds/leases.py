@@ -22,6 +22,9 @@ FIRST_STEPS = 8
 STEPS_AWAITED = 4.0
 """Step times after which a region that might train counts as standing still."""
 
+FORGIVEN = 3.0
+"""Times that, after which one that stood still and lost its room for it may have some again."""
+
 STUCK = 12.0
 """Times that, after which it is stuck: a trainer may restart and compile in between."""
 
@@ -115,8 +118,11 @@ class Leases:
             lease.idle_since = None
         if heartbeat.until is not None and trained < heartbeat.until:
             lease.idle_since = now if lease.idle_since is None else lease.idle_since
-        elif not self.stands_still(region, now=now):
-            # Whoever was given room and did not use it is not waiting for more.
+        elif not self.stands_still(region, now=now) or self.stands_still(
+            region, now=now, times=FORGIVEN
+        ):
+            # Whoever was given room and did not use it is not waiting for more; for a while, in
+            # which others may use it.
             lease.idle_since = None
         if heartbeat.step_seconds > 0 and heartbeat.step >= FIRST_STEPS:
             lease.quickest = min(lease.quickest, heartbeat.step_seconds)

@@ -149,9 +149,15 @@ async def test_who_had_no_room_does_not_count_as_standing_still(tmp_path):
         await bench.report("iowa", until=500.0)
     leases, now = bench.state.leases, bench.clock.now
     assert leases.stands_still("iowa", now=now) and not leases.stands_still("paris", now=now)
+    await bench.report("iowa", until=0.0)
+    assert not leases.stands_still("iowa", now=now), "its room is gone for long: it may try again"
+    for _ in range(10):
+        bench.clock.now += 2.0
+        await bench.report("iowa", until=500.0)
+    assert leases.stands_still("iowa", now=bench.clock.now)
     bench.train("iowa", 1)
     await bench.report("iowa", until=500.0)
-    assert not leases.stands_still("iowa", now=now)
+    assert not leases.stands_still("iowa", now=bench.clock.now)
 
 
 @in_a_loop

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from diloco_cli.core.claims import Allowance, ClaimTerms
 from diloco_cli.core.journal_records import Record
 from diloco_cli.server.rounds.budget import BudgetRooms
-from diloco_cli.server.rounds.leases import FIRST_STEPS
+from diloco_cli.server.rounds.leases import FIRST_STEPS, FORGIVEN
 from diloco_cli.server.rounds.token_totals import RunTotals
 from tests.verify.model.amendments import ModelTerms
 from tests.verify.model.seeded_run import LEASE
@@ -146,7 +146,9 @@ class Accounts:
             idle = None
         if beat.until is not None and trained < beat.until:
             idle = now if idle is None else idle
-        elif not self.stands_still(region, now=now):
+        elif not self.stands_still(region, now=now) or self.stands_still(
+            region, now=now, times=FORGIVEN
+        ):
             idle = None
         quickest = before.quickest if before else 0.0
         if beat.step_seconds > 0 and beat.made >= FIRST_STEPS:
