@@ -3,9 +3,10 @@
     python -m tests.verify.results.hundred_million --out build/hundred-million
     python -m tests.verify.results.hundred_million --rounds 3 --set model.layers=1   (a trial)
 
-Two regions over real processes: one device, and a mesh over two processes, as on two hosts. After a third of the outer steps the trainer of the mesh is killed with SIGKILL, after
-two thirds the server. The run ends when every fragment has had `rounds` outer steps. A program
-that is stopped and started again goes on with the run in its folder.
+Two regions over real processes: one device, and a mesh over two processes, as on two hosts. After
+a third of the outer steps the trainer of the mesh is killed with SIGKILL, after two thirds the
+server. The run ends when every fragment has had `rounds` outer steps. A program that is stopped
+and started again goes on with the run in its folder.
 
 Ends with 1 unless every fragment has had its outer steps, both kills happened, the held-out loss
 fell and every trained token has one fate.
