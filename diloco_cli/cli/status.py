@@ -151,7 +151,8 @@ def _print_status(run: Target, status: Status, format: Format) -> None:
     if format is Format.json:
         typer.echo(json.dumps(status.plain(), indent=2))
         return
-    from diloco_cli.observe.terminal import display, status_view
+    from diloco_cli.observe.status_view import status_view
+    from diloco_cli.observe.terminal import display
 
     display(status_view(status))
     for label, text in _heldout(run):
@@ -171,6 +172,7 @@ def _watch(run: Target, calls: ShortCalls, format: Format) -> None:
 
     status, since, summary = _current_status(run, calls), "", None
     with ProgressDisplay(to_stdout()) as progress:
+        progress.follow(run.folder)
         while not status.over:
             shown = status
             if since:
@@ -227,12 +229,8 @@ def _print_summary(document: Summary | LastKnown, run: Target, format: Format) -
         typer.echo(json.dumps({**document.plain(), **beside}, indent=2))
         return
     from diloco_cli.observe.status import Summary
-    from diloco_cli.observe.terminal import (
-        amendment_lines,
-        display,
-        last_known_view,
-        summary_view,
-    )
+    from diloco_cli.observe.status_view import amendment_lines
+    from diloco_cli.observe.terminal import display, last_known_view, summary_view
 
     if isinstance(document, Summary):
         display(summary_view(document, beside=_heldout(run)))

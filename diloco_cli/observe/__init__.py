@@ -13,8 +13,11 @@ first: everything that is shown is in it.
     page/          the run as one HTML page
     prometheus.py  the status in Prometheus' text format
     run_record.py  what a run left behind, as columns: `read_run`
+    seen_run.py    the past of a run, for somebody who looks at it again and again
     sinks/         the run in TensorBoard, Weights & Biases, OpenTelemetry and CSV files
     status.py      the documents: status, summary, last known state
-    terminal.py    the status as tables and progress lines
+    status_view.py a status as a picture for a terminal, or a plain line
+    terminal.py    what people see of a run in a terminal, and the summary
+    text_charts.py curves and rounds drawn with letters
     units.py       numbers, bytes and durations as people read them
 """

@@ -100,6 +100,7 @@ def run_here(spec: RunSpec, options: RunOptions, progress: ProgressDisplay) -> i
             _look(current, folder, regions, progress)
         plan = plan_run(current, settled.file, regions, goal=goal)
         with progress:
+            progress.follow(folder)
             launcher, calls = LocalLauncher(folder / "logs"), ShortCalls(for_run(current))
             return LocalRun(plan, launcher, calls, progress).run()
 

@@ -15,12 +15,11 @@ from diloco_cli.observe.status import (
     Summary,
     WireUse,
 )
+from diloco_cli.observe.status_view import plain_line, status_view
 from diloco_cli.observe.terminal import (
     ProgressDisplay,
     display,
     last_known_view,
-    plain_line,
-    status_view,
     summary_view,
 )
 from tests.observe.documents import FATES, make_status
@@ -294,7 +293,7 @@ def test_the_time_left_comes_from_the_tokens_applied_lately():
         now[0] = 10.0
         later = changed(tokens={**TOKENS, "applied": 2_000_000})
         progress.show(later)
-        assert lines_of(progress)[-1].endswith("20 s left")
+        assert " | 20 s left | " in lines_of(progress)[-1]
 
 
 def test_the_summary_accounts_for_tokens_and_shows_the_fall_of_the_loss():

@@ -248,7 +248,7 @@ def test_one_lost_region_is_fatal_only_below_the_quorum(run_of, tmp_path):
     run = run_of(workers={"left": broken}, quorum=1)
     assert run.run() == 0
     beside.join()
-    assert "left: failed (the checkpoint is damaged)" in spoken(run)
+    assert "left failed: the checkpoint is damaged" in spoken(run)
     assert run.summary().regions["left"].failed == "the checkpoint is damaged"
 
 
