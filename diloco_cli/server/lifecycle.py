@@ -53,6 +53,9 @@ ECHO_SECONDS = 0.1
 LATE_LEASES = 30
 """For so many a run that has finished is served for members that have not heard of it."""
 
+FOLDER_SECONDS = 5.0
+"""Between two looks whether the server's folder is still there; each flush looks as well."""
+
 SHUTDOWN_SECONDS = 5.0
 """Requests under way get this long to finish."""
 
@@ -149,6 +152,7 @@ async def _serve(
     listener = TlsListener(app, taken, certificates, idle=idle)
     conducting: asyncio.Task[None] | None = None
     recording: asyncio.Task[None] | None = None
+    watching: asyncio.Task[None] | None = None
     try:
         _watch_signals(coordinator)
         if with_parent:
@@ -160,6 +164,7 @@ async def _serve(
             await health.start()
         conducting = asyncio.create_task(coordinator.run())
         recording = asyncio.create_task(recorder.run(coordinator))
+        watching = asyncio.create_task(_watch_folder(coordinator))
         gc.freeze()  # What is loaded by now stays; there is no need to look through it ever again.
         _announce(folder, url)
         _greet(coordinator, url, time.monotonic() - began)
@@ -168,8 +173,8 @@ async def _serve(
         recorder.keep()
         return await _shut_down(coordinator, app, folder)
     finally:
-        if recording:
-            recording.cancel()
+        for task in filter(None, (recording, watching)):
+            task.cancel()
         coordinator.state.close()
         if health:
             await health.end()
@@ -179,6 +184,14 @@ async def _serve(
         _address(folder).unlink(missing_ok=True)
         coordinator.state.store.close()
         app.audit.close()
+
+
+async def _watch_folder(coordinator: Coordinator) -> None:
+    """Ends a server whose journal is deleted or replaced under it, if nothing happens meanwhile."""
+    state = coordinator.state
+    while not state.closed:
+        await asyncio.sleep(FOLDER_SECONDS)
+        await state.commit.between_flushes(state.store.journal.check)
 
 
 async def _until_done(coordinator: Coordinator, listener: TlsListener) -> None:

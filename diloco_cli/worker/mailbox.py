@@ -32,7 +32,8 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.system.files import keep_bytes
 from diloco_cli.system.locks import Busy, FileLock
 from diloco_cli.wire.frame import Frame, open_frame
@@ -163,6 +164,8 @@ class Mailbox:
         self.trainer_file = folder / "trainer.json"
         self.ready_file = folder / "ready.json"
         self.trainer_fifo, self.agent_fifo = folder / "trainer.bell", folder / "agent.bell"
+        self._held: int | None = None
+        """Inode of the agent's lock, while we hold it."""
 
     def prepare(self) -> None:
         """Makes the folders."""
@@ -179,6 +182,28 @@ class Mailbox:
             # Where there are no FIFOs, a trainer that loses its agent leaves.
             with contextlib.suppress(OSError):
                 os.mkfifo(fifo, 0o600)
+
+    def gone(self) -> str:
+        """Says that the folder which we hold was deleted or replaced; empty while it was not."""
+        found = stamp(self.folder / "lock")
+        if self._held is None or (found is not None and found[0] == self._held):
+            return ""
+        return (
+            f"{self.folder} was deleted at about {time.strftime('%H:%M:%S')}; what it held and the "
+            "run has not merged is lost"
+        )
+
+    def check_there(self) -> None:
+        """Raises once the folder that we hold was deleted or replaced."""
+        if gone := self.gone():
+            raise StoreError(f"{gone}.")
+
+    def newest_clock(self, fragments: int) -> int:
+        """The newest clock that this folder has put on a frame; −1 if none can be read."""
+        frames = []
+        with contextlib.suppress(DilocoError):
+            frames = [self.frame(number) for number in range(fragments)]
+        return max((frame.header.clock for frame in frames if frame), default=-1)
 
     def remove_fifos(self) -> None:
         """A folder where nobody works holds files only; call it under the lock."""
@@ -388,6 +413,19 @@ class Mailbox:
         except (FileNotFoundError, ValidationError):
             return None
 
+    def unmerged(self, sizes: Sequence[int]) -> float:
+        """Tokens that this region has trained and that are in no version it knows of."""
+        progress = self.progress()
+        if progress is None:
+            return 0.0
+        pending = zip(sizes, progress.tokens.pending, strict=True)
+        return max(0.0, sum(size * tokens for size, tokens in pending) / sum(sizes))
+
+    def left_at_the_end(self) -> bool:
+        """Says whether the trainer left because the run was finished, which it may no longer be."""
+        progress = self.progress()
+        return progress is not None and progress.why == f"stopped: {FINISHED}"
+
     def write_progress(self, progress: TrainerProgress) -> None:
         data = _json(progress.model_dump(mode="json"))
         keep_bytes(self.progress_file, data, durable=False)
@@ -432,6 +470,8 @@ class Mailbox:
             ) from None
         except OSError as error:
             raise _unusable(lock.path, error) from None
+        mine = stamp(lock.path) if name == "lock" else None
+        self._held = mine[0] if mine else self._held
         try:
             yield
         finally:

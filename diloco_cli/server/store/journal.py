@@ -24,6 +24,12 @@ from diloco_cli.system.files import FULL, DiskFull, disk_errors, keep_bytes
 
 log = logging.getLogger(__name__)
 
+CHECK = "Check the disk, then start the server again."
+GONE = (
+    "Nothing is acknowledged any more. Bring the server back from a copy, `diloco restore COPY "
+    "--dir NEW`, or from what the regions hold, `diloco restore --from-regions FOLDER… --dir NEW`."
+)
+
 
 def read_journal(path: Path) -> JournalContent:
     """Reads a journal and changes nothing; raises as opening it would."""
@@ -42,10 +48,11 @@ class FileJournal:
         with disk_errors(path):
             self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._writing = Lock()
+        self._beside: dict[Path, int] = {}
         self._waiting: list[JournalEntry] = []
         self._last, self._chain = last.number, last.chain
         self._durable, self._stop = last.number, stop
-        self._dead = ""
+        self._dead, self._hint = "", CHECK
 
     @classmethod
     def create(cls, path: Path, *, run: str, base: int = 0) -> FileJournal:
@@ -75,6 +82,20 @@ class FileJournal:
             keep_bytes(path, data[:stop])
         return cls(path, content.run, last, stop, content.base), content.records
 
+    def stands_with(self, path: Path) -> None:
+        """Ends the journal once this file, too, is gone or another."""
+        with disk_errors(path):
+            self._beside[path] = path.stat().st_ino
+
+    def check(self) -> None:
+        """Raises once the journal's file, or one that it stands with, is gone or another.
+
+        What is written then goes to a file without a name, and is nowhere after a restart.
+        """
+        with self._writing:
+            self._refuse_if_dead()
+            self._refuse_if_gone()
+
     @property
     def last(self) -> int:
         """Number of the newest record, durable or not."""
@@ -102,6 +123,7 @@ class FileJournal:
         with self._writing:
             self._refuse_if_dead()
             if batch := tuple(self._waiting):  # More may be appended from here on.
+                self._refuse_if_gone()
                 self._commit(batch)
 
     def compact(self, number: int) -> None:
@@ -109,6 +131,7 @@ class FileJournal:
         self.sync()
         with self._writing:
             self._refuse_if_dead()
+            self._refuse_if_gone()
             try:
                 self._rewrite(number)
             except DiskFull:
@@ -169,13 +192,23 @@ class FileJournal:
                 raise
         return done
 
-    def _end(self, why: str) -> None:
-        self._dead = why
+    def _end(self, why: str, hint: str = CHECK) -> None:
+        self._dead, self._hint = why, hint
         self._refuse_if_dead()
 
     def _refuse_if_dead(self) -> None:
         if self._dead:
-            raise StoreError(self._dead, hint="Check the disk, then start the server again.")
+            raise StoreError(self._dead, hint=self._hint)
+
+    def _refuse_if_gone(self) -> None:
+        for path, number in {self.path: os.fstat(self._handle).st_ino, **self._beside}.items():
+            try:
+                found = path.stat().st_ino
+            except OSError:
+                self._end(f"{path} was deleted while the server ran.", GONE)
+            else:
+                if found != number:
+                    self._end(f"{path} was replaced by another file while the server ran.", GONE)
 
 
 def _read(path: Path) -> tuple[JournalContent, bytes]:

@@ -71,6 +71,7 @@ def open_run(
                 f"{path} begins with record {journal.base + 1}, which is no snapshot of those "
                 "before."
             )
+        journal.stands_with(identity)
     except BaseException:
         journal.close()
         raise

@@ -174,13 +174,28 @@ class Agent:
         """The run is, or this region leaves it for good."""
         self.retiring = False
         """Leave for good as soon as what is held is merged."""
+        self.remark = ""
+        """What people should know of this region's folder."""
         self._held, self._held_since = "", 0.0
         self._finished_at: float | None = None
         self._told_at: float | None = None
         self._last_step, self._stepped_at, self._stuck = -1, 0.0, ""
 
     def run(self, *, wait: float) -> int:
-        """Joins and serves, as often as it is fenced; says the exit code."""
+        """Joins and serves, as another owner if the folder is deleted; says the exit code."""
+        with contextlib.ExitStack() as held:
+            while True:
+                try:
+                    return self._begin(wait=wait)
+                except (DilocoError, OSError):
+                    if not (gone := self.mailbox.gone()):
+                        raise
+                    self.remark = f"{gone}; it begins anew"
+                    log.warning(self.remark)
+                    self.mailbox.prepare()
+                    held.enter_context(self.mailbox.locked())
+
+    def _begin(self, *, wait: float) -> int:
         self.settings.follow(self.mailbox.terms())
         order = None if self.own else order_of(self.settings.spec, self.region)
         join = RegionJoin(self.mailbox, self.region, self.shared, self.wakeup, order)
@@ -189,6 +204,8 @@ class Agent:
         try:
             return self._run(join, wait=float("inf") if self.trainer else wait)
         finally:
+            if self.mailbox.gone():
+                self.kill_trainer()  # It has nowhere to leave anything.
             self._stop_trainer()
             self.mailbox.remove_fifos()
 
@@ -219,7 +236,7 @@ class Agent:
             # Once it was there it may be away for any time.
             while (joined := self._join(join, server, about, wait=wait)) is not None:
                 wait = float("inf")
-                if joined.high > self._own_clock(len(joined.versions)):
+                if joined.high > self.mailbox.newest_clock(len(joined.versions)):
                     self._stop_trainer()  # Another folder spoke for us meanwhile: begin anew.
                 try:
                     return self._serve(joined)
@@ -247,17 +264,9 @@ class Agent:
             return join.join(server, about.run, wait=wait)
         except Dismissed as error:
             self._stop_trainer()  # It leaves a last report, which says what is not merged.
-            held = self._unmerged(about.fragments)
+            held = self.mailbox.unmerged(about.fragments)
             message = f"{error.message} {held:.0f} tokens that are not merged are discarded."
             raise Dismissed(message, hint=error.hint) from None
-
-    def _unmerged(self, sizes: Sequence[int]) -> float:
-        """Tokens that this region has trained and that are in no version it knows of."""
-        progress = self.mailbox.progress()
-        if progress is None:
-            return 0.0
-        pending = zip(sizes, progress.tokens.pending, strict=True)
-        return max(0.0, sum(size * tokens for size, tokens in pending) / sum(sizes))
 
     def _adopt_trainer(self) -> None:
         """Takes over a trainer whose agent was killed, before it gives us up."""
@@ -279,13 +288,6 @@ class Agent:
             self.events.note("trainer-adopted", region=self.region, pid=pid, step=step)
             log.info(f"took over the trainer {pid} at step {step}")
 
-    def _own_clock(self, fragments: int) -> int:
-        """The newest clock that this folder has put on a frame."""
-        frames = []
-        with contextlib.suppress(DilocoError):  # Then whoever trains here is started anew.
-            frames = [self.mailbox.frame(number) for number in range(fragments)]
-        return max((frame.header.clock for frame in frames if frame), default=-1)
-
     # While we hold the lease
 
     def _serve(self, joined: Joined) -> int:
@@ -300,7 +302,7 @@ class Agent:
             on_change=self.wakeup.wake,
             retiring=self.retiring,
         )
-        self._sync = sync
+        self._sync, sync.remark = sync, self.remark
         log.info(f"joined as epoch {joined.epoch}, versions {list(joined.versions)}")
         if self.trainer:
             self._heard(b"posted progress")
@@ -317,6 +319,7 @@ class Agent:
         self._failures = 0
         self._restart_at = 0.0
         while True:
+            self.mailbox.check_there()
             if sync.trouble:
                 raise sync.trouble
             if self.wakeup.stop_reason or sync.news.stop:
@@ -348,7 +351,7 @@ class Agent:
         if remark := self.settings.trouble:
             log.info(remark)
             self.events.note("note", region=self.region, why=remark)
-        sync.remark = remark
+        sync.remark = "; ".join(filter(None, (self.remark, remark)))
         if self.trainer and self.settings.digest != digest:
             self._following = f"following amendment {self.settings.terms}"
             log.info(f"{self._following}: the trainer starts anew")
@@ -501,13 +504,14 @@ class Agent:
         else:
             self.events.note("trainer-died", region=self.region, pid=pid, code=code, why=why)
         if code in PERMANENT:
+            self.mailbox.check_there()
             # The others need not wait for us, and the server's status shows the reason.
             self._idle(sync, words or why)
             self._say_goodbye(sync)
             raise PERMANENT[code](words or f"The trainer ended with exit code {code}.", hint=hint)
         if code == 0 and sync.news.finished:
             return code
-        if code == 0 and self._left_at_the_end():
+        if code == 0 and self.mailbox.left_at_the_end():
             log.info("the run goes on: the trainer starts again")
             self._idle(sync, "the run goes on")
             return code
@@ -528,11 +532,6 @@ class Agent:
         progress = self.mailbox.progress() if isinstance(sync.trainer, Reporting) else None
         trained = progress is not None and progress.training
         return trained or time.monotonic() - self._since > HEALTHY_SECONDS
-
-    def _left_at_the_end(self) -> bool:
-        """Says whether the trainer left because the run was finished, which it may no longer be."""
-        progress = self.mailbox.progress()
-        return progress is not None and progress.why == f"stopped: {FINISHED}"
 
     def _idle(self, sync: SyncThreads, why: str) -> None:
         sync.trainer, sync.restarts = Idle(why), self.restarts

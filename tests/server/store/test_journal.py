@@ -325,3 +325,42 @@ def test_a_closed_journal_takes_nothing_more(path):
     with pytest.raises(StoreError, match="is closed"):
         journal.append({"kind": "one"})
     journal.close()
+
+
+# Deleted or replaced while it is open
+
+
+@pytest.mark.parametrize("name", ["journal", "run.json"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nothing_more_is_durable_once_a_file_is_gone_or_another(tmp_path, name, replaced):
+    path, beside = tmp_path / "journal", tmp_path / "run.json"
+    beside.write_text("{}")
+    journal = FileJournal.create(path, run="r")
+    journal.stands_with(beside)
+    journal.append({"kind": "end"})
+    journal.sync()
+    journal.check()
+    victim = tmp_path / name
+    if replaced:
+        (tmp_path / "copy").write_bytes(victim.read_bytes())
+        os.replace(tmp_path / "copy", victim)
+    else:
+        victim.unlink()
+    journal.append({"kind": "end"})
+    for act in (journal.sync, journal.check, journal.sync):
+        with pytest.raises(StoreError, match="replaced" if replaced else "deleted") as no:
+            act()
+        assert no.value.exit_code == 5 and "--from-regions" in (no.value.hint or "")
+
+
+def test_a_journal_may_begin_above_the_numbers_of_another(tmp_path):
+    journal = FileJournal.create(tmp_path / "journal", run="r", base=1000)
+    assert journal.append({"kind": "rebuilt"}) == 1001
+    journal.close()
+    again, records = FileJournal.open(tmp_path / "journal")
+    assert again.last == 1001 and again.base == 1000 and records == [{"kind": "rebuilt"}]
+    snapshot = again.append({"kind": "snapshot"})
+    again.compact(snapshot)
+    again.close()
+    short = read_journal(tmp_path / "journal")
+    assert (short.base, short.last.number) == (1001, 1002)
