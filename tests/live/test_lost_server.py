@@ -1,4 +1,4 @@
-"""A server whose disk is destroyed in mid-run: the run goes on from what its regions hold."""
+"""Disks and folders that are lost under running processes: the run goes on, nothing is made up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import time
 
 import pytest
 
+from diloco_cli.launch.roles import serve_role
 from diloco_cli.observe.events import read_events
+from diloco_cli.worker.mailbox import Mailbox
 from tests.cli.harness import diloco
 from tests.live.processes import Live
 
@@ -56,3 +58,36 @@ def test_a_run_goes_on_from_its_regions_when_the_servers_disk_is_destroyed(live,
     assert run.exit_code(server) == 0
     assert run.summary()["balanced"], run.summary()
     assert diloco(capsys, "replay", run.folder)[0] == 0
+
+
+def test_a_server_whose_journal_is_gone_acknowledges_nothing_and_says_so(live):
+    run = live({"name": "paris"})
+    server = run.serve()
+    os.unlink(run.folder / "server" / "journal")
+    assert run.exit_code(server) == 5
+    said = server.last_words()
+    assert "journal was deleted while the server ran" in said.message
+    assert "--from-regions" in (said.hint or "")
+    again = run.start(serve_role(run.file, run.folder))
+    assert run.exit_code(again) == 5 and "journal is missing" in again.last_words().message
+
+
+def test_a_worker_whose_folder_is_deleted_says_so_and_joins_as_another_owner(live):
+    run = live({"name": "paris"})
+    server, agent = run.serve(), run.work("paris")
+    run.wait_for(lambda: run.status().outer_steps >= 2, server, agent)
+    folder = run.folder / "regions" / "paris"
+    before = Mailbox(folder).identity()
+    folder.rename(folder.with_name("deleted"))  # At once: processes write there meanwhile.
+    shutil.rmtree(folder.with_name("deleted"), ignore_errors=True)
+    run.wait_for(lambda: "was deleted at about" in run.region("paris").why, server, agent)
+    after = Mailbox(folder).identity()
+    assert before and after and after.owner != before.owner
+    steps = run.status().outer_steps
+    run.wait_for(lambda: run.status().outer_steps >= steps + 2, server, agent)
+    [trainer] = run.trainers()
+    agent.ask()
+    assert run.exit_code(agent) == 0
+    assert not trainer.is_running() or run.trainers() == []
+    server.ask()
+    assert run.exit_code(server) == 0 and run.summary()["balanced"]
