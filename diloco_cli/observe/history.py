@@ -50,6 +50,8 @@ ROUND_TURNS = 17
 """Rounds of each fragment that are kept, at least."""
 
 
+MOST_TOLD = 16
+"""Regions whose part in a round is kept one by one."""
 MOST_EVENTS = 400
 LONGEST_WORDS = 300
 ROUND_KINDS = ("called", "accepted", "closed", "published")
@@ -160,17 +162,45 @@ class RoundRecord:
     """Bytes of each answer."""
     asked: list[str] = field(default_factory=list)
     """Regions that were there when it was called."""
+    asked_count: int = 0
+    met: Seconds | None = None
+    """When as many had answered as the quorum needs."""
     closed: Seconds | None = None
     why: str = ""
     members: list[str] = field(default_factory=list)
+    member_count: int = 0
     weights: list[float] = field(default_factory=list)
     """Of the members, in their order."""
+    missing: list[str] = field(default_factory=list)
+    """Asked, and not among the members."""
+    missing_count: int = 0
     published: Seconds | None = None
     bytes: int = 0
     adopted: dict[str, Seconds] = field(default_factory=dict)
 
-    def take(self, region: str, at: Seconds, tokens: float, size: int) -> None:
+    def take(self, region: str, at: Seconds, tokens: float, size: int, quorum: int) -> None:
         self.answered[region], self.tokens[region], self.sizes[region] = at, tokens, size
+        if self.met is None and len(self.answered) >= quorum:
+            self.met = max(at, self.called)
+
+    def close(
+        self, at: Seconds, why: str, members: Sequence[str], weights: Sequence[float]
+    ) -> None:
+        self.closed, self.why, self.member_count = at, why, len(members)
+        inside = set(members)
+        missing = [region for region in self.asked if region not in inside]
+        self.missing, self.missing_count = missing[:MOST_TOLD], len(missing)
+        self.members, self.weights = list(members), list(weights)
+        if max(self.asked_count, len(self.answered)) > MOST_TOLD:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Of many regions the counts are kept, the first to answer and who was missing."""
+        first = sorted(self.answered, key=lambda region: self.answered[region])[:MOST_TOLD]
+        for moments in (self.answered, self.tokens, self.sizes):
+            for region in moments.keys() - set(first):
+                del moments[region]
+        self.asked, self.members, self.weights = [], self.members[:MOST_TOLD], []
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -185,6 +215,7 @@ class Rounds:
         self._open: dict[int, RoundRecord] = {}
         self.present: list[str] = []
         """Regions that are there, by the newest sample."""
+        self.quorum = 1
         self._early: dict[int, dict[str, tuple[Seconds, float, int]]] = {}
         """Contributions that wait for their fragment to be called, by fragment and region."""
         self.lasted = {"count": 0.0, "seconds": 0.0}
@@ -201,14 +232,13 @@ class Rounds:
             arrival = (at, float(fields.get("tokens", 0.0)), int(fields.get("bytes", 0)))
             record = self._open.get(fragment)
             if record and record.closed is None:
-                record.take(fields["region"], *arrival)
+                record.take(fields["region"], *arrival, self.quorum)
             else:
                 self._early.setdefault(fragment, {})[fields["region"]] = arrival
         elif record := self._open.get(fragment):
             if kind == "closed":
-                record.closed, record.why = at, fields.get("why", "")
-                record.members = list(fields["members"])
-                record.weights = [float(weight) for weight in fields.get("weights", ())]
+                weights = [float(weight) for weight in fields.get("weights", ())]
+                record.close(at, fields.get("why", ""), fields["members"], weights)
             else:
                 record.published, record.bytes = at, fields.get("bytes", 0)
                 self.lasted["count"] += 1
@@ -218,9 +248,9 @@ class Rounds:
     def _call(self, fragment: int, version: int, at: Seconds) -> None:
         self._number += 1
         record = self._open[fragment] = RoundRecord(self._number, fragment, version, at)
-        record.asked = list(self.present)
+        record.asked, record.asked_count = list(self.present), len(self.present)
         for region, arrival in self._early.pop(fragment, {}).items():
-            record.take(region, *arrival)
+            record.take(region, *arrival, self.quorum)
         self.all.append(record)
         del self.all[: max(0, len(self.all) - self.most)]
 
@@ -234,7 +264,8 @@ class Rounds:
             fragment, made = record.fragment, record.version + 1
             if record.published is None or fragment >= len(versions):
                 continue
-            if versions[fragment] >= made and (before is None or before[fragment] < made):
+            new = versions[fragment] >= made and (before is None or before[fragment] < made)
+            if new and len(record.adopted) < MOST_TOLD:
                 record.adopted.setdefault(region, at)
 
     def after(self, number: int) -> list[dict[str, Any]]:
@@ -280,6 +311,7 @@ class History:
                 "bytes_down": wire.bytes_down,
             },
         )
+        self.rounds.quorum = status.quorum or 1
         self.rounds.present = [region.name for region in status.regions if region.alive]
         for region in status.regions:
             self._sample_region(at, region)

@@ -7,6 +7,7 @@ foretell/    how well do simulation and plan predict what was measured?
 fuzz/        bytes that nobody means, by the million: what a peer may send is refused or means …
 load/        many clients and one server
 model/       a model of the whole protocol in which anything may die at any moment
+page/        the page of a very long run, and the pictures in the documentation
 poison/      regions that lie
 regions/     a region on many devices: what its step needs of each, and whether it stays the …
 results/     turns records of `diloco chaos` into the tables and pictures of docs/results

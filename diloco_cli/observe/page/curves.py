@@ -96,7 +96,7 @@ def _of_regions(
     low, middle, high = (
         [(place(at), values[which]) for at, values in spread] for which in range(3)
     )
-    return [Line(f"median of {len(regions)}", middle)], Band(low, high)
+    return [Line("median", middle)], Band(low, high)
 
 
 def _spread(

@@ -235,7 +235,8 @@ def _loss(status: Status, history: Mapping[str, Any], view: View, styles: Mappin
         rule="" if view.by_time else "budget",
     )
     more = f"{measured}training {loss(status.loss.train)}"
-    band = "The band holds eight of ten regions. " if len(history["regions"]) > MOST_LINES else ""
+    many = len(history["regions"]) > MOST_LINES
+    band = "The line is the median of the regions, the band holds eight of ten. " if many else ""
     said = f"Nats per token, log scale. {band}{_legend(history, styles)}"
     return (
         f"{heading('Held-out loss', loss(status.loss.heldout), more, switch)}{drawing}"
@@ -288,15 +289,14 @@ def _rounds(
         rounds,
         now,
         styles,
-        quorum=status.quorum,
         chosen=told["number"] if told else None,
         link=f"{link}{'' if link == '?' else '&'}round=",
     )
     words, closer = "", ""
     if told:
         back = f"<p class='small'><a href='{escape(link)}'>Follow the newest round</a></p>"
-        words = story(told, styles, status.quorum) + (back if view.round else "")
-        closer = magnified(told, styles, now, status.quorum)
+        words = story(told, styles) + (back if view.round else "")
+        closer = magnified(told, styles, now)
     key = (
         "<p class='quiet small'>Grey: waits for answers. Hatched: grace window. Black: merge. "
         "Filled mark: an answer; hollow: an adoption; ×: not in this round. "

@@ -21,6 +21,7 @@ FIGURES = (
     *("last merged", "step"),
 )
 """What stands beside each region."""
+MOST_SHORT = 250
 MOST_WHOLE = 12
 """Rows with curves, if there are more regions than that."""
 BAD = ("away", "failed")
@@ -45,10 +46,12 @@ def region_table(
     regions.sort(key=lambda region: (not _troubled(status, region), not region.alive, region.name))
     shown, rest = regions[:MOST_WHOLE], regions[MOST_WHOLE:]
     rows = [_whole(status, region, history, last, styles[region.name]) for region in shown]
-    short = [_short(status, region, styles[region.name]) for region in rest]
+    short = [_short(status, region) for region in rest[:MOST_SHORT]]
     alike = {region.state for region in rest}
     what = f"{len(rest)} more: {alike.pop()}" if len(alike) == 1 else f"{len(rest)} more regions"
     heads = ("region", "state, and why", "tokens/s", "training loss", "share", "behind")
+    if len(rest) > MOST_SHORT:
+        what += f", {MOST_SHORT} of them here; /v1/status has all"
     return (
         _table(("region", "state, and why", *FIGURES), rows, "Regions")
         + f"<details id='more-regions'><summary>{escape(what)}</summary>"
@@ -94,15 +97,19 @@ def _whole(
     return _row(status, region, style, _said(status, region, last), cells, FIGURES)
 
 
-def _short(status: Status, region: RegionStatus, style: str) -> str:
+def _short(status: Status, region: RegionStatus) -> str:
+    """A row of few bytes: there may be hundreds."""
     cells = (
         amount(region.tokens_per_second),
         loss(region.loss),
         percent(region.share),
         _behind(region),
     )
-    why = escape(region.why) if region.why != "training" else ""
-    return _row(status, region, style, why, cells, FIGURES[:4])
+    why = f" · {escape(region.why)}" if region.why not in ("", region.state) else ""
+    row = "<tr class='bad'>" if _troubled(status, region) else "<tr>"
+    said = f"{region.state}{why}"
+    figures = "".join(f"<td>{cell}</td>" for cell in (said, *cells))
+    return f"{row}<th scope='row'><bdi>{escape(region.name)}</bdi></th>{figures}</tr>"
 
 
 def _row(

@@ -36,9 +36,11 @@ class _Window:
     begin: float
     end: float
 
+    def share(self, at: float) -> float:
+        return min(1.0, max(0.0, (at - self.begin) / max(self.end - self.begin, 1e-6)))
+
     def place(self, at: float) -> str:
-        share = (at - self.begin) / max(self.end - self.begin, 1e-6)
-        return f"{LEFT + (99.5 - LEFT) * min(1.0, max(0.0, share)):.2f}%"
+        return f"{LEFT + (99.5 - LEFT) * self.share(at):.2f}%"
 
     def width(self, start: float, end: float) -> str:
         inside = min(end, self.end) - max(start, self.begin)
@@ -46,24 +48,11 @@ class _Window:
         return f"{max(0.12, (99.5 - LEFT) * share):.2f}%"
 
 
-def quorum_met(each: Round, quorum: int | None) -> float | None:
-    """When the round had as many answers as it needs: from then on it only grants grace."""
-    answers = sorted(max(at, each["called"]) for at in each["answered"].values())
-    need = max(1, quorum or 1)
-    return answers[need - 1] if len(answers) >= need else None
-
-
-def missing(each: Round) -> list[str]:
-    """Regions that were asked and are not in the round, once it is closed."""
-    return [name for name in each["asked"] if name not in each["members"]] if each["closed"] else []
-
-
 def round_chart(
     rounds: Sequence[Round],
     now: float,
     regions: Mapping[str, str],
     *,
-    quorum: int | None = None,
     chosen: int | None = None,
     link: str = "?round=",
 ) -> str:
@@ -84,17 +73,7 @@ def round_chart(
         f"width='100%' height='{height:.0f}'>",
         f"<text x='0' y='{STRIP / 2 + 2:.0f}'>last {span(now - strip.begin)}</text>",
     ]
-    high = STRIP / len(fragments)
-    for each in rounds:
-        if (each["published"] or now) >= strip.begin:
-            row = fragments.index(each["fragment"])
-            lost = missing(each)
-            style = f"lost {regions.get(lost[0], '')}" if lost else "passed"
-            parts.append(
-                f"<rect class='{style}' x='{strip.place(each['called'])}' y='{row * high:.1f}' "
-                f"width='{strip.width(each['called'], each['published'] or now)}' "
-                f"height='{max(1.0, high - 1):.1f}'/>"
-            )
+    parts.append(_strip(rounds, fragments, strip, regions))
     parts.append(
         f"<rect class='window' x='{strip.place(lanes.begin)}' y='-3' height='{STRIP + 6}' "
         f"width='{strip.width(lanes.begin, now)}'/>"
@@ -120,7 +99,7 @@ def round_chart(
         if (each["published"] or now) < lanes.begin or each["called"] < lanes.begin:
             continue
         y = top + fragments.index(each["fragment"]) * lane
-        drawn = _bars(each, y + 4, lanes, quorum) + _marks(
+        drawn = _bars(each, y + 4, lanes) + _marks(
             each, y + 4, _tracks(tracks, y, apart), lanes, regions
         )
         here = " on" if each["number"] == chosen else ""
@@ -141,6 +120,34 @@ def round_chart(
     return "".join([*parts, "</svg>"])
 
 
+def _strip(
+    rounds: Sequence[Round], fragments: Sequence[int], window: _Window, regions: Mapping[str, str]
+) -> str:
+    """A dash for each round, a row for each fragment; one path for each colour."""
+    high = STRIP / len(fragments)
+    paths: dict[str, str] = {}
+    for each in rounds:
+        end = window.end if each["published"] is None else each["published"]
+        if end < window.begin:
+            continue
+        lost = each["missing"]
+        style = f"lost {regions.get(lost[0], '')}" if lost else "passed"
+        start = window.share(each["called"])
+        row = fragments.index(each["fragment"])
+        paths[style] = (
+            paths.get(style, "") + f"M{1000 * start:.0f} {high * (row + 0.5):.1f}"
+            f"h{max(1.0, 1000 * (window.share(end) - start)):.0f}"
+        )
+    dashes = "".join(
+        f"<path class='{style}' stroke-width='{max(1.0, high - 1):.1f}' d='{path}'/>"
+        for style, path in paths.items()
+    )
+    return (
+        f"<svg class='strip' x='{LEFT}%' y='0' width='{99.5 - LEFT}%' height='{STRIP}' "
+        f"viewBox='0 0 1000 {STRIP}' preserveAspectRatio='none'>{dashes}</svg>"
+    )
+
+
 def _tracks(names: Sequence[str], y: float, apart: float) -> dict[str, float]:
     return {name: round(y + BAR + 10 + apart * place, 1) for place, name in enumerate(names)}
 
@@ -151,10 +158,10 @@ def _begin(rounds: Sequence[Round], many: int, now: float) -> float:
     return min(calls[0], now - 1e-3)
 
 
-def _bars(each: Round, top: float, window: _Window, quorum: int | None) -> str:
+def _bars(each: Round, top: float, window: _Window) -> str:
     called, closed, published = each["called"], each["closed"], each["published"]
     now = window.end
-    met = quorum_met(each, quorum)
+    met = each["met"]
     met = min(now if met is None else met, closed or now)
     start = window.place(called)
     bars = [
@@ -189,7 +196,6 @@ def _marks(
     regions: Mapping[str, str],
 ) -> str:
     marks = []
-    lost = missing(each)
     for name, y in tracks.items():
         style, answer = regions[name], each["answered"].get(name)
         if answer is not None and name in each["members"]:
@@ -198,7 +204,7 @@ def _marks(
                 f"<line class='answer {style}' x1='{called}' x2='{at}' y1='{y}' y2='{y}'/>"
                 f"<use href='{shape(style)}' class='dot {style}' x='{at}' y='{y}'/>"
             )
-        elif name in lost:
+        elif name in each["missing"]:
             at = window.place(each["closed"])
             marks.append(f"<use href='#missed' class='missed {style}' x='{at}' y='{y}'/>")
         adopted, published = each["adopted"].get(name), each["published"]
@@ -220,7 +226,7 @@ def rounds_in_words(rounds: Sequence[Round]) -> str:
     calls = sorted(each["called"] for each in over)
     pace = (calls[-1] - calls[0]) / (len(calls) - 1)
     took = quantile([each["published"] - each["called"] for each in over], 0.5)
-    whole = sum(not missing(each) for each in over)
+    whole = sum(not each["missing_count"] for each in over)
     adopting = [
         at - each["published"]
         for each in over

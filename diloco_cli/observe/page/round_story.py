@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from diloco_cli.observe.page.marks import mark, shape
-from diloco_cli.observe.page.round_chart import Round, missing, quorum_met, span
+from diloco_cli.observe.page.round_chart import Round, span
 from diloco_cli.observe.units import amount, bytes_, percent
 
 BAR = 20
@@ -30,7 +30,7 @@ def round_told(rounds: Sequence[Round], chosen: int | None) -> Round | None:
     return max(whole or over, key=lambda one: one["published"], default=None)
 
 
-def magnified(each: Round, regions: Mapping[str, str], now: float, quorum: int | None) -> str:
+def magnified(each: Round, regions: Mapping[str, str], now: float) -> str:
     """Draws a round from its call until the last region has adopted its version."""
     called, closed, published = each["called"], each["closed"], each["published"]
     moments = [*each["answered"].values(), *each["adopted"].values(), closed, published]
@@ -50,7 +50,7 @@ def magnified(each: Round, regions: Mapping[str, str], now: float, quorum: int |
     shown = asked if len(asked) <= MOST_LINES else []
     top, height = 60, 60 + BAR + LINE * len(shown) + 34
     stop = closed if closed is not None else now
-    met = quorum_met(each, quorum)
+    met = each["met"]
     met = stop if met is None else min(met, stop)
     parts = [
         "<svg class='chart magnified' role='img' width='100%' "
@@ -72,10 +72,8 @@ def magnified(each: Round, regions: Mapping[str, str], now: float, quorum: int |
             f"<rect class='merge' x='{place(closed)}' y='{top}' height='{BAR}' "
             f"width='{width(closed, published or now)}'/>"
         )
-        lost = missing(each)
-        words.append(
-            (closed, f"merges without {', '.join(lost[:2])}" if lost else "all in: merges")
-        )
+        without = f"merges without {_lost(each)}"
+        words.append((closed, without if each["missing"] else "all in: merges"))
     if published is not None:
         words.append((published, f"publishes version {each['version'] + 1}"))
     parts += [
@@ -122,7 +120,7 @@ def _row(
             f"<use href='{shape(style)}' class='dot {style}' x='{place(at)}' y='{y}'/>"
             f"<text x='{place(each['called'])}' y='{y + 13}'>answers: {_work(each, name)}</text>"
         )
-    elif name in missing(each):
+    elif name in each["missing"]:
         parts.append(
             f"<use href='#missed' class='missed {style}' x='{place(each['closed'])}' y='{y}'/>"
             f"<text x='{place(each['called'])}' y='{y + 13}'>did not answer in time</text>"
@@ -139,6 +137,11 @@ def _row(
     return "".join(parts)
 
 
+def _lost(each: Round) -> str:
+    more = each["missing_count"] - 2
+    return ", ".join(each["missing"][:2]) + (f" and {more} more" if more > 0 else "")
+
+
 def _work(each: Round, name: str) -> str:
     size = each["sizes"].get(name)
     sent = f" in {bytes_(size)}" if size else ""
@@ -149,7 +152,7 @@ def _title(each: Round) -> str:
     return f"Fragment {each['fragment']}, version {each['version']} → {each['version'] + 1}"
 
 
-def story(each: Round, regions: Mapping[str, str], quorum: int | None) -> str:
+def story(each: Round, regions: Mapping[str, str]) -> str:
     """Tells a round moment by moment."""
     called, closed = each["called"], each["closed"]
     lines = [
@@ -161,20 +164,16 @@ def story(each: Round, regions: Mapping[str, str], quorum: int | None) -> str:
         )
     ]
     answers = sorted(each["answered"].items(), key=lambda pair: pair[1])
-    told = answers if len(answers) <= MOST_LINES else answers[:3]
+    told = answers if each["asked_count"] <= MOST_LINES else answers[:3]
     for name, at in told:
         early = " (before the call)" if at < called else ""
         words = f"{_work(each, name)} of work{early}"
         lines.append((max(at, called), mark(regions.get(name, "")), f"{name} answers", words))
-    if len(told) < len(answers):
-        rest = f"{len(answers) - len(told)} more answer"
-        lines.append((answers[-1][1], _swatch("gather"), rest, "the last at this time"))
-    met = quorum_met(each, quorum)
+    met = each["met"]
     if met is not None and closed is not None and met < closed:
         words = f"the round stays open for {span(closed - met)} more"
         lines.append((met, _swatch("grace"), "Quorum met; grace window", words))
-    lost = missing(each)
-    for name in lost[:MOST_LINES]:
+    for name in each["missing"][:MOST_LINES]:
         words = "its work waits for the next round of this fragment"
         lines.append((closed or called, mark(regions.get(name, "")), f"{name} is not in it", words))
     if closed is not None:
@@ -199,8 +198,8 @@ def story(each: Round, regions: Mapping[str, str], quorum: int | None) -> str:
 def _shares(each: Round) -> str:
     members, weights = each["members"], each["weights"]
     together = sum(weights)
-    if len(members) > MOST_LINES:
-        return f"{len(members)} regions"
+    if each["member_count"] > MOST_LINES:
+        return f"{each['member_count']} of {each['asked_count']} regions"
     if len(weights) != len(members) or together <= 0:
         return ", ".join(members)
     pairs = zip(members, weights, strict=True)

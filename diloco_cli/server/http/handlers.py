@@ -342,7 +342,8 @@ class Routes:
         return JSONResponse(self._describe())
 
     async def page(self, request: Request) -> Response:
-        text = page(
+        text = await asyncio.to_thread(
+            page,
             self._status(),
             self._document(points=PAGE_POINTS),
             list(self._history.events)[::-1][:PAGE_EVENTS],

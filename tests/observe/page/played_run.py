@@ -55,6 +55,11 @@ class PlayedRun:
             region = self._regions.setdefault(name, Region(name, self.settings, run))
             region.join_through(self._server)
 
+    @property
+    def pid(self) -> int:
+        assert self._child
+        return self._child.pid
+
     def kill(self) -> None:
         if self._server:
             self._server.close()

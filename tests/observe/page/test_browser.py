@@ -10,6 +10,7 @@ import pytest
 
 from tests.observe.page.browser import Watched, started
 from tests.observe.page.played_run import PlayedRun
+from tests.observe.page.test_page import crowded_page
 
 pytestmark = pytest.mark.live
 
@@ -124,6 +125,15 @@ def test_people_who_see_or_point_differently_can_read_it(browser, run, width, co
     assert watched.unfit() == [] and watched.overflow() <= 0
     assert watched.errors == [] and watched.outside == []
     watched.context.close()
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_two_hundred_regions_with_strange_names_fit_the_window(browser, tmp_path, width):
+    file = tmp_path / "page.html"
+    file.write_text(crowded_page().split("<script>")[0], encoding="utf-8")
+    shown = Watched(browser, file.as_uri(), viewport={"width": width, "height": 900})
+    assert shown.overflow() <= 0 and shown.unfit() == [] and shown.errors == []
+    shown.context.close()
 
 
 def test_the_page_reads_without_its_script(browser, run):

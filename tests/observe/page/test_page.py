@@ -2,6 +2,8 @@
 
 import base64
 import hashlib
+import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -107,21 +109,43 @@ def test_the_curves_have_the_points_that_the_history_has():
     assert by_time.count("aria-current=true") == 1 and "?x=time' aria-current" in by_time
 
 
-def test_the_page_stays_right_with_strange_names_and_many_regions():
-    names = ["x" * 64, "מחוז", "🦀" * 5, "<b>&'\"", *(f"region-{n}" for n in range(196))]
-    status = make_status(
-        state="training",
-        name="🦀 <i>run</i>",
-        regions=[{"name": name, "alive": True, "training": True, "step": 1} for name in names],
-    )
+STRANGE = ["x" * 64, "מחוז", "🦀" * 5, "<b>&'\"", "\u202edne", *(f"region-{n}" for n in range(195))]
+
+
+def crowded_page() -> str:
+    """200 regions with strange names, 24 fragments, a clock that jumped, and many alarms."""
+    regions = [
+        {"name": name, "alive": n != 7, "training": True, "contributing": True, "step": 1}
+        for n, name in enumerate(STRANGE)
+    ]
+    status = make_status(state="training", name="🦀 <i>run</i> מ", quorum=100, regions=regions)
     history = History(24)
-    for second in range(30):
+    for second in (*range(30), 5, 4e9, math.inf, -3):
         history.sample(second, status)
-    parser = Outline()
-    text = page(status, {"now": 30.0, **history.document(points=300)})
+    for number in range(17 * 24 - 1):
+        about = {"fragment": number % 24, "version": number // 24}
+        at, lost = float(number), STRANGE[number % 200]
+        members = [name for name in STRANGE if name != lost]
+        history.note("called", about, at, at)
+        for name in members:
+            history.note("accepted", {**about, "region": name, "tokens": 9.0, "bytes": 9}, at, at)
+        closed = {**about, "members": members, "weights": [1.0] * 199, "why": "grace is over"}
+        history.note("closed", closed, at + 1, at)
+        history.note("published", {**about, "bytes": 2_000}, at + 1.5, at)
+    for number, wall in enumerate((1.79e9, -1e30, math.nan, 1e300) * 100):
+        history.note("lapsed", {"region": STRANGE[number % 200], "why": "<img src=x>"}, 1.0, wall)
+    document = {"now": 450.0, **history.document(points=300)}
+    assert len(json.dumps(document)) < 2_000_000
+    return page(status, document, list(history.events)[::-1][:100])
+
+
+def test_the_page_stays_right_with_strange_names_and_many_regions():
+    parser, text = Outline(), crowded_page()
     parser.feed(text)
-    assert parser.open == [] and "<b>&'" not in text and "<i>run" not in text
-    assert all(name in "".join(parser.text) for name in names)
+    assert parser.open == [] and len(text.encode()) < 150_000
+    assert not any(raw in text for raw in ("<b>&'", "<i>run", "<img"))
+    assert all(name in "".join(parser.text) for name in STRANGE)
+    assert "199 of 199 regions" in text and "is not in it" in text
 
 
 def test_the_policy_allows_just_this_style_and_this_script():
