@@ -7,9 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.verify.results import curves, goodput
+from diloco_cli.bench.quality.runner import append
+from tests.verify.results import curves, downstream, goodput, ladder
 from tests.verify.results.budget import Outcome
 from tests.verify.results.records import Record, reached
 from tests.verify.results.scavenging import SHORTEST, VISITORS, drawn
@@ -98,3 +100,34 @@ def test_the_schedule_of_visits_is_the_same_for_a_seed_and_one_visit_at_a_time_f
 )
 def test_a_budget_holds_within_two_rounds_above_and_one_below(applied, balanced, holds):
     assert Outcome("x", 1000.0, applied, 100.0, 1.0, 0.0, balanced).holds is holds
+
+
+def test_a_ladder_tunes_until_the_best_rate_lies_between_worse_ones(tmp_path: Path):
+    losses = {0.012: 1.9, 0.006: 1.8, 0.024: 2.0, 0.003: 1.7, 0.0015: 1.75}
+    file = tmp_path / "ladder.jsonl"
+    for rate, loss in losses.items():
+        name = f"25k, data parallel, adamw, seed {ladder.TUNED_ON}, rate {rate:.3g}"
+        append(file, {"id": name, "cell": "data parallel, adamw", "seed": 101, "loss": loss})
+    table = ladder.Table(file, None, until=0.0)  # Whatever were missing could not be trained.
+    assert table.tuned(ladder.SMALL, ladder.DP, 0.012) == 0.003
+    with pytest.raises(TimeoutError):
+        table.tuned(ladder.SMALL, ladder.Arm(8), 0.006)
+
+
+def test_a_question_has_one_real_ending_and_three_of_other_stretches():
+    windows = np.arange(64 * 33, dtype=np.int32).reshape(64, 33)
+    windows[7, -8:] = windows[9, -8:]  # Two real endings would be no question.
+    asked = downstream.questions(windows, 64)
+    assert asked.shape[1:] == (4, 33) and 60 <= len(asked) <= 64
+    assert (asked[:, :, :-8] == asked[:, :1, :-8]).all()
+    assert not (asked[:, 1:, -8:] == asked[:, :1, -8:]).all(axis=2).any()
+
+
+def test_scores_are_compared_seed_by_seed():
+    cells = {"data parallel, adamw": 0.50, "regions 8, adamw": 0.48}
+    records = [
+        {"rung": "25k", "cell": cell, "seed": seed, "right": right + seed / 100}
+        for cell, right in cells.items()
+        for seed in (1, 2)
+    ]
+    assert "| 25k | regions 8, adamw | 2 | 49.50 % | -2.00" in downstream.told(records)

@@ -1,0 +1,133 @@
+"""A score besides the loss: which of four continuations of held-out code is the real one?
+
+    python -m tests.verify.results.downstream build/ladder-weights docs/results/raw/downstream.jsonl
+
+The weights are those that `ladder.py --weights` kept. A question is a stretch of held-out code as
+long as those that were trained on; its last quarter stands beside three that end other stretches,
+and the model takes the one that it finds likeliest. Guessing is right one time in four. All weights
+of a rung answer the same questions, so what the questions share cancels out in the difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CHOICES = 4
+QUESTIONS = 4096
+NAME = re.compile(r"(\w+), (.+), seed (\d+), rate (\S+)")
+
+
+def questions(windows: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
+    """Stretches with four endings each, the real one first: (count, 4, length)."""
+    rows = windows[:count]
+    ending = rows.shape[1] // CHOICES
+    rng, asked = np.random.default_rng(seed), np.repeat(rows[:, None], CHOICES, axis=1)
+    for choice in range(1, CHOICES):
+        # Another stretch for everybody: a shift without a fixed point.
+        shift = int(rng.integers(1, len(rows)))
+        asked[:, choice, -ending:] = np.roll(rows[:, -ending:], shift, axis=0)
+    same = (asked[:, 1:, -ending:] == asked[:, :1, -ending:]).all(axis=2).any(axis=1)
+    return asked[~same]
+
+
+def answers(model: Any, weights: dict[str, np.ndarray], asked: np.ndarray) -> np.ndarray:
+    """Whether the likeliest ending is the real one, question by question."""
+    import jax
+
+    from diloco_cli.worker.engines.placement import place_model
+
+    loss, params = model.loss_fn(penalties=False), place_model(model).place(weights)
+
+    # All endings have the same beginning, so the loss of the whole orders the endings.
+    @jax.jit
+    def losses(rows: Any) -> Any:
+        return jax.vmap(lambda row: loss(params, row[None])[0])(rows)
+
+    flat = asked.reshape(-1, asked.shape[-1])
+    found = np.concatenate([np.asarray(losses(part)) for part in np.split(flat, CHOICES)])
+    return found.reshape(asked.shape[:2]).argmin(axis=1) == 0
+
+
+def score(folder: Path, count: int) -> list[dict[str, Any]]:
+    """One record for each file of weights in a folder."""
+    from diloco_cli.bench.quality.cells import Cell
+    from diloco_cli.bench.quality.experiment import Budget, heldout_of, spec_of
+    from diloco_cli.models import models
+    from tests.verify.results.ladder import LARGE, MIDDLE, SMALL
+
+    records, rungs = [], {rung.name: rung for rung in (SMALL, MIDDLE, LARGE)}
+    for path in sorted(folder.glob("*.npz")):
+        match = NAME.fullmatch(path.stem)
+        if match is None or match[1] not in rungs:
+            raise SystemExit(f"{path} is not named as ladder.py names weights.")
+        rung = rungs[match[1]]
+        shape = {"layers": rung.layers, "width": rung.width, "heads": rung.heads}
+        budget = Budget(batch=rung.batch, sequence=rung.sequence, **shape)
+        spec = spec_of(Cell("", 0), budget, 0)
+        both = heldout_of(spec, max(64, count // 64 * 64))
+        asked = questions(np.concatenate([*both[0], *both[1]]), count)
+        with np.load(path) as weights:
+            right = answers(models.build(spec.model), dict(weights), asked)
+        records.append(
+            {
+                "id": path.stem,
+                "rung": match[1],
+                "cell": match[2],
+                "seed": int(match[3]),
+                "questions": len(right),
+                "right": round(float(right.mean()), 5),
+            }
+        )
+    return records
+
+
+def told(records: Sequence[dict[str, Any]]) -> str:
+    """A row for each way to train; differences to data parallel are taken seed by seed."""
+    from diloco_cli.bench.quality.table import half_interval
+
+    by: dict[tuple[str, str], dict[int, float]] = {}
+    for each in records:
+        by.setdefault((each["rung"], each["cell"]), {})[each["seed"]] = 100 * each["right"]
+    lines = [
+        "| rung | | seeds | right | against data parallel |",
+        "| --- | --- | --: | --: | --: |",
+    ]
+    for (rung, cell), mine in by.items():
+        other = by.get((rung, "data parallel, adamw"), {})
+        gaps = [value - other[seed] for seed, value in mine.items() if seed in other]
+        half = half_interval(gaps)
+        gap = f"{statistics.fmean(gaps):+.2f}" if gaps else "–"
+        gap += f" ± {half:.2f} points" if half else ""
+        right = statistics.fmean(mine.values())
+        lines.append(f"| {rung} | {cell} | {len(mine)} | {right:.2f} % | {gap} |")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("file", type=Path, help="is written anew")
+    parser.add_argument("--questions", type=int, default=QUESTIONS)
+    options = parser.parse_args(words)
+    from diloco_cli.bench.quality.runner import append
+    from diloco_cli.worker.trainer.task import set_up
+
+    set_up(None)
+    records = score(options.weights, options.questions)
+    options.file.unlink(missing_ok=True)
+    for record in records:
+        append(options.file, record)
+    print(told(records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
