@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: install demo check test lint model dst killloop amendments powercut load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs clean
+.PHONY: install demo check test lint model dst killloop host-kills amendments powercut load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -42,6 +42,9 @@ lint: .venv/.stamp-test          ## style, types, layers
 
 model: .venv/.stamp-test         ## thousands of seeds of the crash model
 	$(BIN)/python -m tests.verify.model.explore --seeds 3000 --every-crash-point
+
+host-kills: .venv/.stamp-test    ## a region of two hosts killed at every failpoint and 100 times at random; goes on where it stopped
+	nice -n 10 $(BIN)/python -m tests.verify.regions.host_kills --kills 100 --results build/host-kills.jsonl
 
 SEEDS ?= 10000
 FROM ?= 0

@@ -238,14 +238,6 @@ def _hosts_suit_the_trainer(spec: RunSpec) -> Iterator[SpecFault]:
                 "Remove hosts, and let the program join the region from one of its processes.",
                 (("regions", number, "trainer"),),
             )
-        if region.checkpoint is not None and region.checkpoint.kind == "orbax":
-            yield SpecFault(
-                ("regions", number, "checkpoint"),
-                f"is of kind orbax, which a region of {region.hosts} hosts does not write in this "
-                "version",
-                "Remove checkpoint: host 0 then keeps one file.",
-                (("regions", number, "hosts"),),
-            )
 
 
 def _mesh(spec: RunSpec, number: int) -> tuple[MeshSpec, str]:

@@ -63,6 +63,7 @@ REGION_POINTS = {
     "held.sent": "the followers know of a frame that the lead has not begun",
     "adopt.sent": "the followers know of an adoption that the lead has not begun",
     "snapshot.sent": "the followers know of a snapshot that the lead has not begun",
+    "save.sent": "the followers know of a sharded checkpoint that the lead has not begun",
     "vector.kept": "every host has its share of a vector, nobody uses it yet",
     "follower.joined": "a follower's devices are part of the mesh",
     "order.heard": "a follower has heard an order and not obeyed",

@@ -107,11 +107,14 @@ class JaxStep:
     def _state_like(self) -> State:
         return jax.eval_shape(self.init_state, self.placement.like())
 
-    def read_state(self, params: Params, saved: SavedOptimizer) -> State | None:
-        """Reads a state to where it belongs; None if other arrays were saved than it has here."""
-        like = jax.eval_shape(self.init_state, params)
-        found = saved.restore(self.placement.spread_out(like))
-        return None if found is None else self.placement.put_together(like, found)
+    def was_saved(self, saved: SavedOptimizer) -> bool:
+        """Says whether the arrays that were saved are those that a state has here."""
+        return saved.matches(self.placement.spread_out(self._state_like()))
+
+    def read_state(self, saved: SavedOptimizer) -> State:
+        """Reads a state that was saved in the same arrays to where it belongs."""
+        like = self._state_like()
+        return self.placement.put_together(like, saved.restore(self.placement.spread_out(like)))
 
     def compile(self, inner: InnerSpec) -> Any:
         """Compiles the step and gives what XLA knows of it; allocates nothing."""
@@ -138,15 +141,18 @@ class JaxEngine:
         """Learning rate and gradient norm of the step before the last, and of the last."""
 
     def load(self, params: Arrays, optimizer: Arrays | None) -> bool:
-        if isinstance(optimizer, SavedOptimizer):
-            self.params = self._placement.place(params)
-            state = self._compiled.read_state(self.params, optimizer)
-            if state is not None:
-                self.state, self._next = state, place_of(state)
-                return True
+        if isinstance(optimizer, SavedOptimizer) and self._compiled.was_saved(optimizer):
+            self.begin_saved(params, optimizer)
+            return True
         fits = bool(optimizer) and self._compiled.state_fits(optimizer or {})
         self.begin(params, optimizer, restore=fits)
         return fits
+
+    def begin_saved(self, params: Arrays | None, optimizer: SavedOptimizer) -> None:
+        """Goes on from these; the optimiser is read to where it belongs."""
+        self.params = self._placement.place(params)
+        self.state = self._compiled.read_state(optimizer)
+        self._next = place_of(self.state)
 
     def begin(self, params: Arrays | None, optimizer: Arrays | None, *, restore: bool) -> None:
         """Goes on from these; None stands for what another process sends."""
@@ -211,13 +217,15 @@ class JaxEngine:
         folder: ShardedFolder,
         notes: Mapping[str, Any],
         anchors: Iterable[tuple[Fragment, Vector]],
+        number: int | None = None,
     ) -> None:
+        """Of several hosts all save under the same number."""
         held = [
             self._exchange.held_values(self.params, fragment, anchor)
             for fragment, anchor in anchors
         ]
         arrays, parts = self._placement.named(self.state)
-        folder.save(notes, held, arrays, parts)
+        folder.save(notes, held, arrays, parts, number)
 
     def reset_optimizer(self) -> None:
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:

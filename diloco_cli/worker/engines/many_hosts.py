@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,17 +31,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco_cli.core.fragments import Fragment, Layout
 from diloco_cli.core.unmerged_work import DROP, Mix
+from diloco_cli.errors import StoreError
 from diloco_cli.system.failpoints import reach
 from diloco_cli.worker.engines.exchange import DeviceExchange
 from diloco_cli.worker.engines.host_speed import EVERY_SECONDS, SAMPLES, HostTimer
 from diloco_cli.worker.engines.jax_engine import JaxEngine, JaxStep
+from diloco_cli.worker.engines.orbax_folder import OrbaxFolder, SavedOptimizer
 from diloco_cli.worker.engines.placement import Share, put_together
 from diloco_cli.worker.engines.protocol import (
     Arrays,
     EngineSnapshot,
     HeldWork,
     Orders,
+    ShardedFolder,
     StepCost,
+    ToLead,
     Vector,
 )
 
@@ -199,6 +205,10 @@ class LeadEngine(JaxEngine):
         with self._orders.order("begin", restore=restore):
             super().begin(params, optimizer, restore=restore)
 
+    def begin_saved(self, params: Arrays | None, optimizer: SavedOptimizer) -> None:
+        with self._orders.order("begin_saved", **optimizer.record()):
+            super().begin_saved(params, optimizer)
+
     def place(self, place: int) -> None:
         if place != self._next:
             with self._orders.order("place", place=place):
@@ -288,6 +298,31 @@ class LeadEngine(JaxEngine):
         reach("snapshot.sent")
         return super().snapshot()
 
+    def save(
+        self,
+        folder: ShardedFolder,
+        notes: Mapping[str, Any],
+        anchors: Iterable[tuple[Fragment, Vector]],
+        number: int | None = None,
+    ) -> None:
+        assert isinstance(folder, OrbaxFolder)
+        if why := folder.failed or self._orders.unsaved():
+            # Hosts that do not know where each other stopped would wait for each other.
+            raise StoreError(f"no more of them until the region is started again: {why}")
+        listed, number = list(anchors), folder.next_number()
+        with self._orders.order(
+            "save",
+            folder=str(folder.folder.resolve()),
+            keep=folder.keep,
+            mark=folder.mark,
+            number=number,
+            anchors=[_number(anchor) for _, anchor in listed],
+        ):
+            pass
+        reach("save.sent")
+        arrays = [(fragment, _array(anchor)) for fragment, anchor in listed]
+        super().save(folder, notes, arrays, number)
+
     def reset_optimizer(self) -> None:
         with self._orders.order("reset"):
             super().reset_optimizer()
@@ -314,20 +349,18 @@ def _array(vector: Any) -> jax.Array:
 class FollowerEngine:
     """The engine of a process that obeys; it holds its hosts' shares and knows no books."""
 
-    def __init__(
-        self, compiled: JaxStep, layout: Layout, tell_speed: Callable[[float], None]
-    ) -> None:
-        """`tell_speed` hears what this host takes for the work that hosts are timed by."""
+    def __init__(self, compiled: JaxStep, layout: Layout, lead: ToLead) -> None:
         assert compiled.placement.mesh is not None
         connect_groups(compiled.placement.mesh)
         self._speed = HostTimer(list(compiled.placement.mesh.devices.flat))
-        self._tell_speed = tell_speed
+        self._lead = lead
         self._engine, self._compiled = JaxEngine(compiled), compiled
         self._placement, self._fragments = compiled.placement, layout.fragments
         self._spread = DeviceExchange(compiled.placement)
         self._parts: dict[int, dict[int, np.ndarray]] = {}
         self._vectors: dict[int, jax.Array] = {}
         self._loss: jax.Array | None = None
+        self._folder: OrbaxFolder | None = None
 
     def obey(self, name: str, arguments: Mapping[str, Any], values: Any) -> None:
         """Does what the lead does."""
@@ -340,6 +373,31 @@ class FollowerEngine:
 
     def _begin(self, _: Any, *, restore: bool) -> None:
         self._engine.begin(None, None, restore=restore)
+
+    def _begin_saved(self, _: Any, **saved: Any) -> None:
+        self._engine.begin_saved(None, SavedOptimizer.of_record(**saved))
+
+    def _save(
+        self, _: Any, *, folder: str, keep: int, mark: str, number: int, anchors: list[int]
+    ) -> None:
+        if self._folder is None:
+            self._folder = OrbaxFolder(Path(folder), keep=keep)
+            self._folder.find_mark(mark)
+        vectors = [self._vectors[anchor] for anchor in anchors]
+        named = zip(self._fragments, vectors, strict=True)
+        try:
+            self._engine.save(self._folder, {}, named, number)
+        except StoreError as error:
+            self._lead.tell_unsaved(error.message)
+            return
+        threading.Thread(target=self._saved, name="checkpoint", daemon=True).start()
+
+    def _saved(self) -> None:
+        assert self._folder is not None
+        try:
+            self._folder.wait()
+        except StoreError as error:
+            self._lead.tell_unsaved(error.message)
 
     def _place(self, _: Any, *, place: int) -> None:
         self._engine.place(place)
@@ -355,7 +413,7 @@ class FollowerEngine:
             self._loss.block_until_ready()
         seconds = self._speed.measure(rounds)
         if seconds is not None:
-            self._tell_speed(seconds)
+            self._lead.tell_speed(seconds)
 
     def _read(self, _: Any, *, fragment: int) -> None:
         self._spread.read(self._engine.params, self._fragments[fragment])

@@ -77,6 +77,7 @@ class ShardedFolder(Protocol):
         held: Sequence[Any],
         optimizer: Mapping[str, Any],
         parts: Mapping[str, Sequence[str]],
+        number: int | None = None,
     ) -> None: ...
 
 
@@ -194,6 +195,22 @@ class Orders(Protocol):
 
     def speeds(self) -> Mapping[int, float]:
         """These seconds, by host; empty until all hosts have been timed."""
+        ...
+
+    def unsaved(self) -> str:
+        """Why a follower could not write its part of a sharded checkpoint; empty if all could."""
+        ...
+
+
+class ToLead(Protocol):
+    """What a follower tells the lead, beside obeying; any thread may."""
+
+    def tell_speed(self, seconds: float) -> None:
+        """What this host takes for the work that all hosts are timed by."""
+        ...
+
+    def tell_unsaved(self, why: str) -> None:
+        """It could not write its part of a sharded checkpoint."""
         ...
 
 

@@ -6,6 +6,7 @@ at once and whatever it is doing, because its devices may be waiting for ones th
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import queue
@@ -53,8 +54,8 @@ def follow(
     )
     connection.send(hello.record())
     message, _ = connection.receive()
-    if "over" in message:
-        raise LinkError(message["message"], hint=message["hint"])
+    if why := message.get("message") or message.get("later"):
+        raise LinkError(why, hint=message["hint"])
     try:
         _Follower(connection, place, build(message["spec"]), region).run()
     except DilocoError as error:
@@ -73,6 +74,7 @@ class _Follower:
         self._ended = False
         self._engine: FollowerEngine | None = None
         self._next = 0
+        self._telling = threading.Lock()
 
     def run(self) -> None:
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
@@ -111,10 +113,18 @@ class _Follower:
             transfer=ReceivedValues(self._values),
         )
         layout = cut(model.tensors(), spec.sync.fragments)
-        self._engine = FollowerEngine(
-            step, layout, lambda seconds: self._connection.send({"speed": seconds})
-        )
+        self._engine = FollowerEngine(step, layout, self)
         gc.freeze()
+
+    def tell_speed(self, seconds: float) -> None:
+        self._tell({"speed": seconds})
+
+    def tell_unsaved(self, why: str) -> None:
+        self._tell({"unsaved": why})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        with self._telling, contextlib.suppress(ConnectionClosed):  # Whoever listens ends us.
+            self._connection.send(message)
 
     def _values(self) -> memoryview:
         message, values = self._heard.get()

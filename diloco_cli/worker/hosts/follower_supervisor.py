@@ -107,18 +107,27 @@ class FollowerSupervisor:
             except LinkError as error:
                 if time.monotonic() >= deadline:
                     raise
-                if error.message != said:
-                    said = error.message
-                    log.info(f"waiting for host 0: {said}")
-                self._pause(LOOK_SECONDS)
+                said = self._wait(error.message, said)
                 continue
             if "over" in message:
                 connection.close()
                 return self._over(message)
+            if "later" in message:
+                connection.close()
+                if time.monotonic() >= deadline:
+                    raise SpecError(message["later"], hint=message["hint"])
+                said = self._wait(message["later"], said)
+                continue
             deadline, said = float("inf"), ""
             self._serve(connection, message["generation"])
         log.info(f"leaving: {self._wakeup.stop_reason}")
         return 0
+
+    def _wait(self, why: str, said: str) -> str:
+        if why != said:
+            log.info(f"waiting for host 0: {why}")
+        self._pause(LOOK_SECONDS)
+        return why
 
     def _call(self) -> tuple[HostConnection, dict[str, Any]]:
         """Says who we are; gives what host 0 answers."""

@@ -60,6 +60,7 @@ class Lead:
         self._ending = False
         self._joined = False
         self._speeds: dict[int, float] = {}
+        self._unsaved = ""
         self._listener = HostListener(terms.place, secret, self._answer, wait=LAST_MOMENT + 10)
 
     # Who is there
@@ -111,22 +112,31 @@ class Lead:
                 hint="It ends by itself; its supervisor starts one of this generation.",
             )
         with self._lock:  # The answer is ahead of the first order.
-            self._enter(self._followers if follows else self._supervisors, hello, connection)
+            there = self._followers if follows else self._supervisors
+            if not self._enter(there, hello, connection):
+                # Most likely it is the same host, started again before we know of its end.
+                connection.send(
+                    {
+                        "later": f"There is a {hello.role} of host {hello.host} in generation "
+                        f"{self.generation} already.",
+                        "hint": "Give every host of the region a --host of its own.",
+                    }
+                )
+                return
             answer = {"spec": resolved(self.terms.spec)} if follows else {}
             connection.send({"generation": self.generation, **answer})
         self._watch(hello, connection)
 
     def _enter(
         self, there: dict[int, HostConnection], hello: HostHello, connection: HostConnection
-    ) -> None:
+    ) -> bool:
+        """Says whether there was none yet."""
         with self._changed:
             if hello.host in there or (self._joined and hello.role == "follower"):
-                raise SpecError(
-                    f"There is a {hello.role} of host {hello.host} in {self.generation} already.",
-                    hint="Give every host of the region a --host of its own.",
-                )
+                return False
             there[hello.host] = connection
             self._changed.notify_all()
+            return True
 
     def _watch(self, hello: HostHello, connection: HostConnection) -> None:
         host = hello.host
@@ -138,6 +148,8 @@ class Lead:
                     self._is_gone(host)
                 elif "speed" in message:
                     self.note_speed(host, float(message["speed"]))
+                elif "unsaved" in message:
+                    self._unsaved = f"host {host}: {message['unsaved']}"
         except ConnectionClosed:
             pass
         if hello.role == "supervisor" and not self._joined and host not in self._followers:
@@ -190,6 +202,9 @@ class Lead:
     def speeds(self) -> dict[int, float]:
         known = self._speeds.copy()
         return known if len(known) == self.terms.place.hosts else {}
+
+    def unsaved(self) -> str:
+        return self._unsaved
 
     def _send(self, connection: HostConnection, message: dict[str, Any], values: Any = b"") -> None:
         try:

@@ -1,4 +1,6 @@
-"""A region on many devices: what its step needs of each, and whether it stays the same step.
+"""A region on many devices: what its step needs of each, and whether it survives.
 
 step_memory.py  what does one inner step need of each device? python -m …
+two_hosts.py    a run with a region of two hosts, whose parts can be killed
+host_kills.py   kills them at every failpoint, and a hundred times at random: python -m …
 """

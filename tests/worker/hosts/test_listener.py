@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -94,9 +95,19 @@ def test_a_host_that_differs_hears_in_what(lead, place, call, change, words):
     assert answer["over"] == 2 and words in answer["message"] and answer["hint"]
 
 
-def test_there_is_one_of_each(lead, place, call):
-    first, second = call(hello(place)), call(hello(place))
-    assert "generation" in first and "already" in second["message"]
+def test_there_is_one_of_each_and_another_is_told_to_wait(lead, place, call, tmp_path):
+    first = connect(place.address, SECRET, seconds=10)
+    first.send(hello(place).record())
+    assert "generation" in first.receive()[0]
+    assert "There is a supervisor of host 1" in call(hello(place))["later"]
+    with pytest.raises(SpecError, match="There is a supervisor of host 1") as raised:
+        supervisor(place, tmp_path).run(wait=0.0)
+    assert "--host of its own" in (raised.value.hint or "")
+    first.close()  # It was killed and is started again, before host 0 knows of its end.
+    deadline = time.monotonic() + 60.0
+    while "later" in (answer := call(hello(place))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert answer == {"generation": lead.generation}
 
 
 def test_a_stranger_is_told_nothing(lead, place, call):

@@ -14,11 +14,14 @@ from tests import ROOT
 pytestmark = pytest.mark.live
 
 
+MESH = {"fsdp": 2, "tensor": 2}
+
+
 def test_two_processes_of_two_devices_are_one_device(tmp_path):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    mesh, form = json.dumps({"fsdp": 4}), json.dumps({})
+    options = [str(tmp_path), json.dumps(MESH), json.dumps({})]
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.worker.hosts.two_processes", str(tmp_path), mesh, form],
+        [sys.executable, "-m", "tests.worker.hosts.two_processes", *options],
         cwd=ROOT,
         env={**os.environ, **flags},
         capture_output=True,
@@ -34,5 +37,10 @@ def test_two_processes_of_two_devices_are_one_device(tmp_path):
     assert two["restored"] == pytest.approx(one["restored"], abs=1e-5)
     assert two["fits"] and two["place"] == one["place"] == 5
     assert two["reads agree"] and all(two["adopted"])
+    sharded = found["sharded"]
+    assert sharded["numbers"] == [[1], [1, 2], [2, 3]] and sharded["notes"] == 2
+    assert sharded["parts"] == ["ocdbt.process_0", "ocdbt.process_1"]
+    assert sharded["held"] and sharded["fits"] == [True, True]
+    assert sharded["losses"][0] == pytest.approx(sharded["losses"][1], abs=1e-5)
     assert found["speeds"].keys() == {"0", "1"} and all(found["speeds"].values())
     assert two["frames"] == one["frames"] == found["expected frames"]

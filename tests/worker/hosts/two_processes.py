@@ -31,6 +31,7 @@ from diloco_cli.worker.engines.devices import open_mesh
 from diloco_cli.worker.engines.jax_engine import JaxStep, make_step, use_compile_cache
 from diloco_cli.worker.engines.learning_rate import RatePlan
 from diloco_cli.worker.engines.many_hosts import LeadStep, SentValues, join_processes
+from diloco_cli.worker.engines.orbax_folder import OrbaxFolder
 from diloco_cli.worker.handover import trainer_digest
 from diloco_cli.worker.hosts.follower_supervisor import FollowerSupervisor
 from diloco_cli.worker.hosts.lead import Lead, leave
@@ -128,6 +129,41 @@ def account(step: Any) -> dict[str, Any]:
     return found
 
 
+def sharded(one: JaxStep, two: LeadStep, folder: Path) -> dict[str, Any]:
+    """Saves where the arrays lie, on both hosts; goes on from there, on both and on one device."""
+    engine, anchors = two.engine(), MODEL.init(0)
+    engine.load(MODEL.init(0), None)
+    for batch in BATCHES:
+        engine.step(batch)
+    kept = [(each, engine.keep(each, gather(anchors, each))) for each in LAYOUT.fragments]
+    held = [gather(anchors, each) - engine.read(each) for each in LAYOUT.fragments]
+    params, checkpoints = engine.snapshot().params, OrbaxFolder(folder, keep=2)
+    numbers = []
+    for number in range(3):
+        engine.save(checkpoints, {"number": number}, kept)
+        engine.step(BATCHES[0])  # Beside the writing.
+        checkpoints.wait()
+        engine.load(params, checkpoints.read(checkpoints.numbers()[0]).optimizer)
+        numbers.append(sorted(checkpoints.numbers()))
+    saved = checkpoints.read(checkpoints.numbers()[0])
+    found = {
+        "numbers": numbers,
+        "notes": saved.notes["number"],
+        "parts": sorted(path.name for path in folder.glob("3/state/ocdbt.process_*")),
+        "held": all(
+            np.array_equal(mine, theirs[: mine.size])
+            for mine, theirs in zip(held, saved.held(), strict=True)
+        ),
+        "fits": [engine.load(params, saved.optimizer)],
+        "losses": [float(engine.step(BATCHES[1]))],
+    }
+    alone = one.engine()
+    found["fits"].append(alone.load(params, saved.optimizer))
+    found["losses"].append(float(alone.step(BATCHES[1])))
+    checkpoints.close()
+    return found
+
+
 def speeds(orders: Lead) -> dict[int, float]:
     """What each host took for the same work; the follower tells us beside its other work."""
     deadline = time.monotonic() + 60.0
@@ -161,6 +197,7 @@ def lead(folder: Path, mesh: dict[str, int], form: dict[str, Any]) -> None:
             {
                 "one": account(one),
                 "two": account(LeadStep(step, orders, announced)),
+                "sharded": sharded(one, LeadStep(step, orders, announced), folder / "sharded"),
                 "expected frames": expected_frames(),
                 "speeds": speeds(orders),
             }

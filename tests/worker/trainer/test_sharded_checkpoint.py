@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from diloco_cli.core.unmerged_work import Work
+from diloco_cli.errors import SpecError
 from diloco_cli.observe.events import read_events
 from diloco_cli.spec.load import SpecErrors, load_spec
 from diloco_cli.spec.schema import RegionSpec
@@ -201,3 +202,12 @@ def test_a_place_or_a_time_that_is_none_is_refused(tmp_path, checkpoint, words):
         load_spec(file)
     said = str(found.value)
     assert words in said and "checkpoint" in said
+
+
+def test_a_host_that_sees_another_disk_is_told_before_anything_is_written(tmp_path):
+    first = OrbaxFolder(tmp_path / "of host 0", keep=2)
+    mark = first.mark
+    OrbaxFolder(tmp_path / "of host 0", keep=2).find_mark(mark)
+    with pytest.raises(SpecError, match="is not the one that host 0 sees") as raised:
+        OrbaxFolder(tmp_path / "of host 1", keep=2).find_mark(mark)
+    assert "a disk that all its hosts share" in (raised.value.hint or "")

@@ -1,0 +1,123 @@
+"""Kills the parts of a region of two hosts, beside a region of one device, under TLS.
+
+    python -m tests.verify.regions.host_kills --kills 100 --results FILE
+
+First every failpoint of several hosts once, each in the process where it is; then random kills of
+the lead, the follower, its supervisor, the agent, or all of a host at once, at random moments; one
+in seven comes before the region has recovered from the one before. After each the region must
+step again by itself. The kills are done in chunks, each with a run of its own: at its end every
+token must have one fate, and a replay must give every version to the bit. FILE has a line for
+each chunk that is done, and a second call goes on after the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.verify.regions.two_hosts import (
+    DEVICES,
+    FOLLOWER_POINTS,
+    LEAD_POINTS,
+    SURVIVED,
+    Broken,
+    TwoHosts,
+    strikes,
+    two_hosts,
+)
+
+CHUNK = 10
+POINTS = [*LEAD_POINTS, *FOLLOWER_POINTS]
+
+
+def kill_at_every_failpoint(hosts: TwoHosts, points: list[str]) -> list[dict[str, Any]]:
+    done = []
+    for point in points:
+        hosts.kill_at(point)
+        began = time.monotonic()
+        hosts.until_it_steps()
+        done.append({"killed": point, "seconds": round(time.monotonic() - began, 1)})
+        _say(f"{point}: {done[-1]['seconds']} s")
+    return done
+
+
+def kill_at_random(hosts: TwoHosts, kills: int, seed: int) -> list[dict[str, Any]]:
+    done: list[dict[str, Any]] = []
+    other_than: str | None = None
+    for number, (part, delay, recovers) in enumerate(strikes(kills, seed)):
+        time.sleep(delay)  # At any moment of a round.
+        if part not in SURVIVED:
+            other_than = hosts.generation()
+        began = time.monotonic()
+        hosts.kill(part)
+        done.append({"killed": part})
+        if recovers or number == kills - 1:
+            hosts.until_it_steps(other_than=other_than)
+            done[-1]["seconds"], other_than = round(time.monotonic() - began, 1), None
+        _say(f"{number + 1} of {kills}: {part}, {done[-1].get('seconds', 'no')} s")
+    return done
+
+
+def one_run(folder: Path, kills: int, seed: int, points: list[str]) -> dict[str, Any]:
+    with two_hosts(folder, patience=600.0) as hosts:
+        hosts.until_it_steps()
+        done = kill_at_every_failpoint(hosts, points) + kill_at_random(hosts, kills, seed)
+        return {"seed": seed, "kills": done, "books": hosts.stop(), "load": os.getloadavg()[1]}
+
+
+def table(chunks: list[dict[str, Any]]) -> str:
+    """What was killed, how often, and how long until the region stepped again."""
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    count: collections.Counter[str] = collections.Counter()
+    for kill in (kill for chunk in chunks for kill in chunk["kills"]):
+        count[kill["killed"]] += 1
+        times[kill["killed"]] += [kill["seconds"]] * ("seconds" in kill)
+    lines = ["| killed | times | seconds to the next step, median | longest |"]
+    lines.append("| --- | --: | --: | --: |")
+    for what, number in count.items():
+        known = sorted(times[what])
+        figures = (f"{known[len(known) // 2]:.0f}", f"{known[-1]:.0f}") if known else ("–", "–")
+        lines.append(f"| {what} | {number} | {' | '.join(figures)} |")
+    sums = collections.Counter()
+    for chunk in chunks:
+        sums.update({key: chunk["books"][key] for key in chunk["books"] if key != "share"})
+    said = ", ".join(f"{key} {value:,.0f}" for key, value in sums.items())
+    return "\n".join([*lines, "", f"{len(chunks)} runs, {count.total()} kills: {said}"])
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(kills: int, results: Path) -> int:
+    os.environ["XLA_FLAGS"] = DEVICES
+    results.parent.mkdir(parents=True, exist_ok=True)
+    chunks = [json.loads(line) for line in results.open()] if results.exists() else []
+    while len(chunks) * CHUNK < kills:
+        seed, number = len(chunks), min(CHUNK, kills - len(chunks) * CHUNK)
+        with tempfile.TemporaryDirectory() as place:
+            try:
+                chunk = one_run(Path(place), number, seed, [] if chunks else POINTS)
+            except Broken as error:
+                _say(f"broken, seed {seed}: {error}")
+                return 1
+        chunks.append(chunk)
+        with results.open("a") as file:
+            file.write(json.dumps(chunk) + "\n")
+    print(table(chunks))
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--results", type=Path, default=Path("build/host-kills.jsonl"))
+    chosen = parser.parse_args()
+    sys.exit(main(chosen.kills, chosen.results))
