@@ -13,6 +13,7 @@ from diloco_cli.cli.spec import Format, OutputFormat
 
 if TYPE_CHECKING:
     from diloco_cli.server.access.tokens import Role, TokenEntry
+    from diloco_cli.spec.schema import RunSpec
 
 certs = typer.Typer(
     name="certs",
@@ -84,8 +85,12 @@ def init(
             " a credential may join (start-server.sh does that by itself)",
             err=True,
         )
-    regions = " ".join(f"--region {region.name}" for region in spec.regions[:1])
-    typer.echo(f"next: diloco certs issue {regions} (and so on)", err=True)
+    first = spec.regions[0].name
+    typer.echo(
+        f"next: diloco certs issue --region {first} --bundle {first}.tar (and so on): all that the "
+        f"host of {first} needs. Nothing else of {folder} leaves this host.",
+        err=True,
+    )
 
 
 @certs.command()
@@ -99,20 +104,42 @@ def issue(
         bool,
         typer.Option("--renew", help="Make a new one; the old one ends within a day."),
     ] = False,
+    handout: Annotated[
+        Path | None,
+        typer.Option(
+            "--bundle",
+            metavar="FILE.tar",
+            help="Also pack what the region's host needs: spec, start script, this credential.",
+        ),
+    ] = None,
+    spec_file: Annotated[
+        Path, typer.Option("--spec", metavar="SPEC", help="The run spec that goes with it.")
+    ] = Path("run.yaml"),
 ) -> None:
     """Make a certificate and a token for a region, a reader or an admin.
 
-    Prints the folder to copy to its host. It holds secrets: copy it over a safe way.
+    Prints the folder to copy to its host, or the bundle. It holds secrets: copy it over a safe way.
     """
     from diloco_cli.server.access.issue import CredentialFolder, bundle
 
     role, name = _whose(region, reader, admin)
+    spec = _beside(spec_file, role, name, needed=handout is not None)
     entry = CredentialFolder(folder).issue(role, name, days, renew=renew)
     if entry is None:
         typer.echo(f"{name} has a valid one already; --renew makes a new one", err=True)
     else:
         typer.echo(f"{role} {name}: good until {_day(entry.expires)}", err=True)
     home = bundle(folder, role, name)
+    if handout and spec:
+        from diloco_cli.run.scaffold import write_handout
+
+        write_handout(handout, run=spec.name, region=name, spec=spec_file, credential=home)
+        typer.echo(handout)
+        typer.echo(
+            f"next: copy {handout}, and nothing else, to the host of {name}; there:", err=True
+        )
+        typer.echo(f"      tar -xf {handout.name} && {spec.name}/start-{name}.sh URL", err=True)
+        return
     typer.echo(home)
     typer.echo(f"next: copy {home} to the same place on the host of {name}", err=True)
     if role == "upload":
@@ -192,6 +219,26 @@ def _whose(region: str | None, reader: str | None, admin: str | None) -> tuple[R
             "Whose is it? Name one of --region, --reader and --admin.", hint="As in --region paris"
         )
     return given[0]
+
+
+def _beside(spec_file: Path, role: str, name: str, *, needed: bool) -> RunSpec | None:
+    """The spec that a region's credential is for; says when the region is not in it."""
+    from diloco_cli.errors import SpecError
+    from diloco_cli.spec.load import load_spec
+
+    if needed and role != "upload":
+        raise SpecError("--bundle is for regions.", hint="Copy the folder that is printed.")
+    if role != "upload" or not (needed or spec_file.is_file()):
+        return None
+    spec = load_spec(spec_file).spec
+    known = [region.name for region in spec.regions]
+    if name not in known:
+        typer.echo(
+            f"warning: {spec_file} lists {', '.join(known)}, not {name}; it may join where "
+            "server.admit is credentialed, as start-server.sh sets it",
+            err=True,
+        )
+    return spec
 
 
 def _listening(listen: str) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -276,7 +277,8 @@ def work(
     )
     number = place.host if place else 0
     url = _server_of(server, home) if number == 0 else ""
-    credentials = for_region(spec, name, paths.path(certs) if certs else None)
+    certs = paths.path(certs) if certs else None
+    credentials = for_region(spec, name, certs)
     forget_tokens(spec, name)
     logs.set_up(f"host {number}" if number else "worker", log_format, region=name)
     secret = b""
@@ -300,6 +302,8 @@ def work(
         shared_settings(spec), shared_digest(spec), resolve(spec).layout.digest
     )
     failpoints.arm(failpoint)  # Those of its trainer are set there.
+    # A token from the environment is gone by now, and cannot be read again.
+    from_files = credentials.files and (credentials.token_file or not credentials.token)
 
     def look(newest: RunSpec) -> None:
         for warning in refuse_unready(before_start(newest, home, [name], os.environ, serves=False)):
@@ -320,6 +324,7 @@ def work(
         hosts=FirstHost(place, secret) if place else None,
         failpoint=failpoint if place else "",
         look=look,
+        renewed=partial(for_region, spec, name, certs) if from_files else None,
     )
     raise typer.Exit(code)
 

@@ -69,9 +69,13 @@ def init(
     typer.echo("\nNext:", err=True)
     typer.echo(f"  diloco validate {spec}   after each change", err=True)
     typer.echo(f"  diloco run {spec}        everything on this machine", err=True)
-    typer.echo("  Several hosts: diloco certs init --host NAME, and diloco certs issue", err=True)
-    typer.echo(f"  --region R for each; copy {folder}, then ./{starts[0]} on one and", err=True)
-    typer.echo(f"  ./{starts[1]} URL (and so on) on those that train.", err=True)
+    typer.echo(
+        f"  Several hosts, in {folder}: diloco certs init --host NAME, and for each", err=True
+    )
+    typer.echo(
+        "  region diloco certs issue --region R --bundle R.tar, which goes to its host", err=True
+    )
+    typer.echo(f"  and nothing else. Then ./{starts[0]} here, ./{starts[1]} URL there.", err=True)
     if folder / ".gitignore" not in written:
         typer.echo("  Your .gitignore was left as it is; runs/ belongs in it.", err=True)
 

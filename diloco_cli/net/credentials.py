@@ -23,6 +23,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from diloco_cli.errors import DilocoError, LinkError, SpecError
+from diloco_cli.system.private_files import check_private
 
 PROBE_SECONDS = 3.0
 LONGEST_TOKEN = 512
@@ -40,6 +41,14 @@ class Credentials:
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
+    token_file: Path | None = None
+    """Where the token was read, if it was in a file."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Where all of it is, for those who renew it."""
+        every = (self.ca, self.certificate, self.key, self.token_file)
+        return tuple(path for path in every if path)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -84,7 +93,8 @@ def load_credentials(
 ) -> Credentials:
     """Reads a bundle; `token` or `token_file` replaces the token in it."""
     if bundle is None:
-        return Credentials(token=token or (read_token(token_file) if token_file else ""))
+        kept = None if token else token_file
+        return Credentials(token=token or (read_token(kept) if kept else ""), token_file=kept)
     if not bundle.is_dir():
         raise SpecError(
             f"There is no folder {bundle} with a certificate and a token.",
@@ -92,11 +102,13 @@ def load_credentials(
             "another one with --certs.",
         )
     certificate, key, ca = bundle / "client.pem", bundle / "client.key", bundle / "ca.pem"
-    if not token and (token_file or (bundle / "token").exists()):
-        token = read_token(token_file or bundle / "token")
+    kept = token_file or bundle / "token"
+    if token or not (token_file or kept.exists()):
+        kept = None
     complete = certificate.exists() and key.exists()
     return Credentials(
-        token=token,
+        token=read_token(kept) if kept else token,
+        token_file=kept,
         ca=ca if ca.exists() else None,
         certificate=certificate if complete else None,
         key=key if complete else None,
@@ -107,17 +119,13 @@ def read_token(path: Path) -> str:
     """Reads a token from a file that only its owner may read."""
     try:
         text = path.read_text("ascii").strip()
-        readable_by_others = path.stat().st_mode & 0o077
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not plain text"
         raise SpecError(
             f"The token in {path} cannot be read: {reason}.",
             hint="`diloco certs issue` writes it; token_file or DILOCO_TOKEN_FILE names it.",
         ) from None
-    if readable_by_others:
-        raise SpecError(
-            f"{path} can be read by other users of this host.", hint=f"chmod 600 {path}"
-        )
+    check_private(path)
     return checked_token(text, str(path))
 
 

@@ -6,12 +6,18 @@
     FOLDER/.gitignore
 
 Everything is composed and checked before the first file is written, and no file that
-exists is touched.
+exists is touched. What a region's host needs of it, with a credential, is handed out as one file:
+
+    NAME/run.yaml, NAME/start-REGION.sh, NAME/certs/regions/REGION/
 """
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import tarfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -80,7 +86,7 @@ def compose(folder: Path, template: str, regions: Sequence[str]) -> list[Planned
     return [
         PlannedFile(folder / "run.yaml", text),
         PlannedFile(folder / "start-server.sh", _script("start-server.sh"), executable=True),
-        *(PlannedFile(folder / f"start-{name}.sh", _region_script(name), True) for name in names),
+        *(PlannedFile(folder / f"start-{name}.sh", region_script(name), True) for name in names),
         PlannedFile(folder / ".gitignore", IGNORED),
     ]
 
@@ -139,9 +145,58 @@ def _quoted(name: str) -> str:
     return name if isinstance(scalar(name), str) else f'"{name}"'
 
 
-def _region_script(region: str) -> str:
+def region_script(region: str) -> str:
+    """Gives the text of start-REGION.sh."""
     return _script("start-region.sh").replace("REGION", region)
 
 
 def _script(name: str) -> str:
     return (TEMPLATES / name).read_text("utf-8").replace("PORT", str(PORT))
+
+
+# For one region's host
+
+SECRETS = ("ca.pem", "client.pem", "client.key", "token")
+
+
+def write_handout(out: Path, *, run: str, region: str, spec: Path, credential: Path) -> None:
+    """Packs what a region's host needs, and nothing else, into a file that only its owner can read.
+
+    No key of the authority is in it, and nobody else's credential.
+    """
+    from diloco_cli.run.folder import PROJECT, cannot_write
+
+    script = spec.parent / f"start-{region}.sh"
+    files = {
+        PROJECT: (spec.read_bytes(), 0o644),
+        script.name: (
+            script.read_bytes() if script.is_file() else region_script(region).encode(),
+            0o755,
+        ),
+        **{
+            f"certs/regions/{region}/{name}": ((credential / name).read_bytes(), 0o600)
+            for name in SECRETS
+        },
+    }
+    folders = ("", "certs", "certs/regions", f"certs/regions/{region}")
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in folders:
+            archive.addfile(_entry(f"{run}/{name}".rstrip("/"), 0, 0o700, tarfile.DIRTYPE))
+        for name, (content, mode) in files.items():
+            entry = _entry(f"{run}/{name}", len(content), mode, tarfile.REGTYPE)
+            archive.addfile(entry, io.BytesIO(content))
+    try:
+        handle = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise SpecError(f"{out} exists already.", hint="Move it away, or choose another.") from None
+    except OSError as error:
+        raise cannot_write(out, error) from None
+    with os.fdopen(handle, "wb") as file:
+        file.write(packed.getvalue())
+
+
+def _entry(name: str, size: int, mode: int, kind: bytes) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode, entry.type, entry.mtime = size, mode, kind, int(time.time())
+    return entry

@@ -42,6 +42,7 @@ from diloco_cli.server.settings import ServerSettings
 from diloco_cli.server.terms import Build, build_plain
 from diloco_cli.system.files import disk_errors, keep_bytes
 from diloco_cli.system.malloc import release_compiler, return_memory
+from diloco_cli.system.wakeup import stopping_signals
 from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack
 
@@ -281,7 +282,9 @@ def _watch_signals(coordinator: Coordinator) -> None:
         # Regions are not told to stop: they train on and find the next server here.
         coordinator.stop(f"{number.name} received", everyone=False)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    # Certificates and tokens are looked at every second; without a terminal SIGHUP asks for that.
+    asked = stopping_signals(lambda: log.info("SIGHUP: certificates and tokens are up to date"))
+    for number in asked:
         loop.add_signal_handler(number, hear, number)
 
 

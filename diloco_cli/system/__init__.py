@@ -4,6 +4,7 @@ failpoints.py     places where a test may let the server die, stall or fail; not
 files.py       durable files; a full disk told from a broken one
 logs.py           what the processes of a run log: one line to stderr, as text or JSON
 malloc.py      glibc malloc: a trainer keeps freed memory, a server returns it
+private_files.py  files with secrets in them: who but their owner can read them?
 process_end.py    how did a process end? Its exit code in words, the last error of its log
 locks.py          a lock file that names its holder
 threads.py        how does a coroutine wait for work in a thread, which cannot be cancelled?

@@ -118,6 +118,24 @@ def stop_on_signals(
         signal.signal(kind, handler)
 
 
+def stopping_signals(on_hangup: Callable[[], None]) -> tuple[signal.Signals, ...]:
+    """Those that ask a service to stop; SIGHUP only where a terminal can be closed.
+
+    Without one it means what it means to services: look at your files again.
+    """
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        signal.signal(signal.SIGHUP, lambda number, frame: on_hangup())
+        return signal.SIGTERM, signal.SIGINT
+    return signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
+def stop_service_on_signals(wakeup: Wakeup, *, second: Callable[[int], None]) -> None:
+    """Stops in order at the first of them, calls `second` at another; SIGHUP may only wake."""
+    stop_on_signals(wakeup, *stopping_signals(wakeup.wake), second=second)
+
+
 def wake_on_input(wakeup: Wakeup, handle: int, *, at_end: str) -> None:
     """Wakes for everything that arrives on a pipe; its end asks to stop, because of `at_end`."""
 

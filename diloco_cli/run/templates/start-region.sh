@@ -17,14 +17,14 @@ if [ -z "${DILOCO_SERVER:-}" ]; then
 fi
 if ! command -v diloco >/dev/null 2>&1; then
     echo "error: the command diloco is not on the PATH of this host" >&2
-    echo "hint: pip install diloco-cli, or activate the environment it is in" >&2
+    echo "hint: install it (`make install` in a clone of its repository) and activate its .venv" >&2
     exit 2
 fi
 case "$DILOCO_SERVER" in
 https://*)
     if [ ! -d certs/regions/REGION ]; then
         echo "error: there is no certs/regions/REGION here, which $DILOCO_SERVER asks for" >&2
-        echo "hint: on the server's host: diloco certs issue --region REGION; then copy it here" >&2
+        echo "hint: on the server's host: diloco certs issue --region REGION --bundle REGION.tar" >&2
         exit 2
     fi
     set -- --certs certs/regions/REGION "$@"

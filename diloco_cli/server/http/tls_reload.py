@@ -22,6 +22,7 @@ from diloco_cli.server.access.tokens import FILE, TokenList, read_entries
 from diloco_cli.server.http.asgi import Guarded
 from diloco_cli.server.http.idle import SWEEP_SECONDS, IdleConnections
 from diloco_cli.server.http.listener import Listener
+from diloco_cli.system.private_files import check_private
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,7 @@ class Certificates:
                     f"server.certs: {path} is missing.",
                     hint=f"diloco certs init --dir {self.folder}",
                 )
-        if key.stat().st_mode & 0o077:
-            raise SpecError(
-                f"{key} can be read by other users of this host.", hint=f"chmod 600 {key}"
-            )
+        check_private(key)
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -17,7 +17,6 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,24 +25,19 @@ from pathlib import Path
 
 from diloco_cli.errors import DilocoError, LinkError, SpecError, StoreError
 from diloco_cli.net.client import Client, Dismissed, FencedError
+from diloco_cli.net.credential_watch import CredentialWatch
 from diloco_cli.net.credentials import NOBODY, Credentials
 from diloco_cli.net.options import DEFAULTS, ONCE, Options, Retry
 from diloco_cli.observe.events import EventLog
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.failpoints import reach
 from diloco_cli.system.process_end import exit_in_words
-from diloco_cli.system.wakeup import Wakeup, exit_at_once, stop_on_signals, wake_on_input
+from diloco_cli.system.wakeup import Wakeup, exit_at_once, stop_service_on_signals, wake_on_input
 from diloco_cli.wire.messages import Amendments, Joined, Run
 from diloco_cli.worker.agent.command_trainer import CommandTrainer, filled
 from diloco_cli.worker.agent.join import RegionJoin, SharedSettings, order_of
 from diloco_cli.worker.agent.spec_correction import SpecCorrection, keep_or_correct
-from diloco_cli.worker.agent.sync_threads import (
-    FETCHING,
-    Idle,
-    Reporting,
-    SyncThreads,
-    terms_of,
-)
+from diloco_cli.worker.agent.sync_threads import Idle, Reporting, SyncThreads, terms_of
 from diloco_cli.worker.agent.trainer_process import (
     InheritedTrainer,
     TrainerProcess,
@@ -96,6 +90,7 @@ def work(
     hosts: FirstHost | None = None,
     failpoint: str = "",
     look: Callable[[RunSpec], None] = lambda spec: None,
+    renewed: Callable[[], Credentials] | None = None,
 ) -> int:
     """Runs one region until the run is finished or stopped; to `leave`, only until what it holds
     is merged, after which it is no member any more.
@@ -103,7 +98,7 @@ def work(
     `wait` is how long a server that does not answer is waited for at the start; later it
     may be away for any time. With `with_parent` the end of our standard input means that
     whoever started us is gone. Of a region of several `hosts` this is the first. `look` raises
-    what would keep a trainer from starting here.
+    what would keep a trainer from starting here, `renewed` reads the credential again.
     """
     wakeup = Wakeup()
     mailbox = Mailbox(folder / "regions" / region)
@@ -127,7 +122,8 @@ def work(
             agent.kill_trainer()
             exit_at_once(number)
 
-        stop_on_signals(wakeup, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, second=at_once)
+        agent.watch = CredentialWatch(credentials, renewed) if renewed else None
+        stop_service_on_signals(wakeup, second=at_once)
         if with_parent:
             wake_on_input(wakeup, 0, at_end="the process that started this worker is gone")
         gc.freeze()  # What is there by now stays: looking through it again and again is no use.
@@ -170,6 +166,7 @@ class Agent:
         self.failpoint = ""
         """Set in the first trainer, for tests."""
         self.look: Callable[[RunSpec], None] = lambda spec: None
+        self.watch: CredentialWatch | None = None
         self.over = False
         """The run is, or this region leaves it for good."""
         self.retiring = False
@@ -307,7 +304,7 @@ class Agent:
         if self.trainer:
             self._heard(b"posted progress")
         else:
-            self._idle(sync, FETCHING)
+            self._idle(sync, sync.FETCHING)
         sync.start()
         try:
             return self._supervise(sync)
@@ -338,6 +335,9 @@ class Agent:
                     continue  # The next one may be due already.
             if sync.news.finished and self._is_late():
                 return self._leave(sync, FINISHED)
+            if self.watch and (credentials := self.watch.look()):
+                self.options = replace(self.options, credentials=credentials)
+                sync.renew(self.options)
             self._end_if_stuck(sync)
             if self.retiring and self._may_go(sync):
                 return self._leave(sync, "leaving for good")

@@ -53,7 +53,6 @@ PATIENT = Retry(first=0.25, most=10.0)
 LONGEST_WHY = 1000
 TRAINING_FACTS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu")
 """What a line of the metrics takes from the trainer's report as it is."""
-FETCHING = "fetching the published weights"
 FINAL = ("returned", "refused", "foreign", "merged")
 
 
@@ -79,6 +78,8 @@ class Reporting:
 
 class SyncThreads:
     """Moves one region's frames, news and versions under one epoch."""
+
+    FETCHING = "fetching the published weights"
 
     def __init__(
         self,
@@ -152,6 +153,12 @@ class SyncThreads:
 
     def close(self) -> None:
         self.closed.set()
+        for wakeup in self._wakeups.values():
+            wakeup.wake()
+
+    def renew(self, options: Options) -> None:
+        """Goes over to other credentials, each thread when it has done what it is at."""
+        self._options = options
         for wakeup in self._wakeups.values():
             wakeup.wake()
 
@@ -231,9 +238,9 @@ class SyncThreads:
         fields = dict(progress)
         if isinstance(self.trainer, Idle):
             fields |= {"training": False, "why": self.trainer.why}
-            if not self.up_to_date.is_set() and self.trainer.why == FETCHING:
+            if not self.up_to_date.is_set() and self.trainer.why == self.FETCHING:
                 have, all_of = len(self._images.holds), len(self.news.versions)
-                fields["why"] = f"{FETCHING}: {have} of {all_of} fragments are here"
+                fields["why"] = f"{self.FETCHING}: {have} of {all_of} fragments are here"
             told = self.news.lanes
             # An earlier trainer may have read another text than we have joined with.
             if told and progress.reading and progress.reading.order.digest != told.order:
@@ -263,22 +270,29 @@ class SyncThreads:
 
     def _keep(self, name: str, act: Callable[[Client], None]) -> None:
         """Repeats one of the four duties until `close`."""
+        while not self.closed.is_set():
+            self._keep_with(self._options, name, act)
+
+    def _keep_with(self, given: Options, name: str, act: Callable[[Client], None]) -> None:
+        """Repeats it with these options, as long as they are in force."""
         try:
             # Short calls, but many: they share their core with the training.
-            options = replace(self._options, retry=ONCE, control_backend="pyreqwest")
+            options = replace(given, retry=ONCE, control_backend="pyreqwest")
             if name == "heartbeat":
                 # A heartbeat that hangs must not cost the lease that it is there to renew.
                 soon = Timeouts(answer=min(Timeouts.answer, self.news.lease_seconds / 3))
                 options = replace(options, timeouts=soon)
             with self._connect(options, stop=self.closed) as client:
                 self._links[name] = client.up if name == "upload" else client.down
-                self._repeat(name, act, client)
+                self._repeat(name, act, client, lambda: self._options is given)
         except Exception as error:  # A silent thread would be a region that starves.
             self._give_up(RunFailed(f"Unexpected {error!r} in the {name} thread."))
 
-    def _repeat(self, name: str, act: Callable[[Client], None], client: Client) -> None:
+    def _repeat(
+        self, name: str, act: Callable[[Client], None], client: Client, holds: Callable[[], bool]
+    ) -> None:
         failures = 0
-        while not self.closed.is_set():
+        while not self.closed.is_set() and holds():
             began = time.monotonic()
             try:
                 act(client)
