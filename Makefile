@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: install demo check test lint model dst killloop host-kills amendments powercut load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs clean
+.PHONY: install demo check test lint model dst killloop host-kills amendments powercut load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs site clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -117,6 +117,14 @@ hundred-million: .venv/.stamp-test ## 103 M parameters in two regions, killed tw
 
 quality: .venv/.stamp-test       ## held-out loss of every way to synchronise; hours, goes on where it stopped
 	nice -n 5 $(BIN)/diloco bench quality --file build/quality.jsonl --plot build/quality.png
+
+site: .venv/.stamp-site          ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build   # Not --quiet: a link that leads nowhere would be no error.
+	@echo "open build/site/index.html"
+
+.venv/.stamp-site: .venv/.stamp
+	@$(PIP) -e '.[site]'
+	@touch $@
 
 docs: .venv/.stamp-test          ## the generated reference pages
 	$(BIN)/python -m tests.reference_pages docs/reference

@@ -1,6 +1,7 @@
 """The tests mirror the package; `tests/verify` holds the long verification programs.
 
 reference_pages.py  writes docs/reference from the code (`make docs`)
+site_pages.py       what a site of docs/ needs that a repository does not
 bench/        benchmarks measure what they say, on small models
 chaos/        faults that are inflicted, and what is reported of them
 cli/          commands as people type them

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_origin
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from diloco_cli import assemble, errors
@@ -15,6 +18,7 @@ from diloco_cli.spec import describe
 from diloco_cli.spec.schema import RunSpec
 from tests import ROOT
 from tests import reference_pages as reference
+from tests.site_pages import on_page_markdown
 
 PAGES = ROOT / "docs" / "reference"
 PIPELINES = sorted((ROOT / "pipelines").glob("*.yaml"))
@@ -117,3 +121,34 @@ def test_that_check_would_notice():
         "core/pace.py",
         "merge/",
     ]
+
+
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+def pages_in(nav: object) -> list[str]:
+    """The files that a table of contents names, at any depth."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    assert isinstance(parts, Iterable)
+    return [page for part in parts for page in pages_in(part)]
+
+
+def test_the_site_leads_to_every_page_once():
+    docs = ROOT / "docs"
+    written = sorted(path.relative_to(docs).as_posix() for path in docs.glob("**/*.md"))
+    assert sorted(pages_in(SITE["nav"])) == written, "mkdocs.yml lists the pages in `nav`"
+    assert SITE["strict"] is True and SITE["theme"]["font"] is False
+
+
+def test_links_that_a_site_has_no_page_for_become_names():
+    class Files:
+        @staticmethod
+        def documentation_pages():
+            return [SimpleNamespace(src_uri="reference/commands.md")]
+
+    text = "[a](../../pipelines/a.py), [b](reference/), [c](guides/c.md#d), [e](https://e.org/f/)"
+    assert on_page_markdown(text, page=None, config=None, files=Files) == (
+        "`a`, [b](reference/commands.md), [c](guides/c.md#d), [e](https://e.org/f/)"
+    )

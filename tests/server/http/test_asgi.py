@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import re
+import shutil
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
@@ -491,6 +493,18 @@ async def test_people_find_status_metrics_health_and_a_page(tmp_path):
         shown = await client.get("/")
         assert "trial: training</title>" in shown.text
         assert "default-src 'none'" in shown.headers["content-security-policy"]
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+@in_a_loop
+async def test_promtool_takes_the_metrics_of_a_server_that_has_made_a_round(tmp_path):
+    async with served(tmp_path) as (bench, client):
+        await bench.join("paris", "tokyo")
+        await bench.round(0, "paris", "tokyo")
+        metrics = (await client.get("/metrics")).text
+    words = ["promtool", "check", "metrics"]
+    done = subprocess.run(words, input=metrics, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
 
 
 @in_a_loop
