@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,12 +16,13 @@ from diloco_cli.observe.sinks import Tool
 from diloco_cli.run.find_credential import CertsOption, for_calls
 
 if TYPE_CHECKING:
-    from diloco_cli.observe.page.report import Environment
+    from diloco_cli.observe.page.report import Environment, Sample
     from diloco_cli.observe.run_record import RunRecord
     from diloco_cli.observe.sinks import Sink
     from diloco_cli.observe.sinks.points import Point, RunPoints
     from diloco_cli.system.wakeup import Signals
 
+SAMPLE_TOKENS = 200
 LOOK_SECONDS = 2.0
 QUIET_LOOKS = 5
 """So often nobody may work on a run that is followed before it is over."""
@@ -41,17 +43,35 @@ def report(
     png: Annotated[
         bool, typer.Option("--png", help="Also write the curves as PNG files beside it.")
     ] = False,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            "--sample",
+            metavar="TEXT",
+            help="Continue this prompt with the first and with the newest weights.",
+        ),
+    ] = None,
     certs: CertsOption = None,
 ) -> None:
     """Write one HTML file about a run: losses, speed, token fates, faults, traffic, settings.
 
-    Of a run that goes on, stopped or finished; its folder is only read. The file asks nobody
+    Of a run that goes on, stopped or finished; its folder is only read. Or of a record: the
+    chaos.json of `diloco chaos`, the lines that `diloco bench quality` wrote. The file asks nobody
     for anything and can be sent as it is.
     """
     from diloco_cli.observe.page.report import report as render
 
+    if target and Path(target).suffix in (".json", ".jsonl") and Path(target).is_file():
+        return _write(out, _of_a_record(Path(target)))
     record = _record(target, certs)
-    _write(out, render(record, _environment()))
+    chaos = record.folder / "chaos.json"
+    text = render(
+        record,
+        _environment(),
+        samples=_samples(target, sample, certs) if sample else (),
+        chaos=_json_in(chaos) if chaos.exists() else None,
+    )
+    _write(out, text)
     if png:
         from diloco_cli.observe.page.pictures import pictures
 
@@ -185,12 +205,85 @@ def _record(target: str | None, certs: Path | None) -> RunRecord:
     return record
 
 
+def _of_a_record(path: Path) -> str:
+    """A report on a record that no run's folder goes with."""
+    from diloco_cli.errors import SpecError
+    from diloco_cli.observe.page.records import chaos_part, quality_part
+    from diloco_cli.observe.page.report import study
+
+    if path.suffix == ".jsonl":
+        rows = [_json_of(line, path) for line in path.read_text().splitlines() if line.strip()]
+        if any("cell" in row for row in rows):
+            return study(path.stem, quality_part(rows), _environment())
+    else:
+        document = _json_in(path)
+        if isinstance(document.get("faults"), list) and "goodput" in document:
+            name = str(document.get("name") or path.stem)
+            return study(name, chaos_part(document), _environment())
+    raise SpecError(
+        f"{path} is no record of a run.",
+        hint="Name a run's folder, the chaos.json of `diloco chaos` or the file of `diloco bench "
+        "quality`.",
+    )
+
+
+def _json_in(path: Path) -> dict[str, Any]:
+    return _json_of(path.read_text(encoding="utf-8"), path)
+
+
+def _json_of(text: str, path: Path) -> dict[str, Any]:
+    from diloco_cli.errors import SpecError
+
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise SpecError(f"{path} is not JSON: {error}.", hint="Was it written whole?") from None
+    if not isinstance(document, dict):
+        raise SpecError(f"{path} holds no JSON object.", hint="Name a record of diloco's.")
+    return document
+
+
+def _samples(target: str | None, prompt: str, certs: Path | None) -> list[Sample]:
+    """What the first and the newest weights write after a prompt."""
+    from diloco_cli.errors import DilocoError
+    from diloco_cli.models.generate_flax import generate
+    from diloco_cli.observe.page.report import Sample
+    from diloco_cli.run.model.find import find_model
+    from diloco_cli.worker.trainer.task import set_up
+
+    set_up(None)
+    samples = []
+    for name, version in (("the first weights", 0), ("the newest weights", None)):
+        try:
+            trained = find_model(target, version=version, certs=certs)
+            codec = trained.needed_text()
+            start = codec.encode(prompt)
+            following = list(
+                generate(
+                    trained.model.shape,
+                    trained.weights,
+                    start,
+                    tokens=SAMPLE_TOKENS,
+                    temperature=0.5,
+                    top_p=0.95,
+                    seed=0,
+                )
+            )
+        except DilocoError as error:
+            typer.echo(f"no sample of {name}: {error.message}", err=True)
+            continue
+        samples.append(Sample(name, prompt, codec.decode(following)))
+    return samples
+
+
 def _environment() -> Environment:
+    import platform
     from importlib.metadata import version
 
     from diloco_cli.observe.page.report import Environment
 
-    return Environment(version("diloco-cli"), "diloco " + shlex.join(sys.argv[1:]))
+    host = f"on Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    return Environment(version("diloco-cli"), "diloco " + shlex.join(sys.argv[1:]), host)
 
 
 def _write(out: Path, text: str) -> None:

@@ -4,6 +4,8 @@ document.py.
     document.py     the page, part by part
     report.py       a run that is over, or several beside each other, as one file to send
     pictures.py     its curves as PNG files
+    records.py      records of chaos and of quality, as parts of a report
+    log_digest.py   what the run log tells a report: faults, outages, how rounds went
     curves.py       the curves of a run: the history in, drawings out
     charts.py       lines over tokens or time, as SVG
     round_chart.py  the last rounds: who was called, answered, merged, adopted

@@ -49,13 +49,13 @@ def event_list(events: Sequence[Event], styles: Mapping[str, str]) -> str:
         for name, (glyph, title, _) in SORTS.items()
     )
     chosen = f"<fieldset class='filters'><legend class='unseen'>Show</legend>{filters}</fieldset>"
-    rows = "".join(_row(event, styles) for event in events)
-    listed = (
-        f"<ul class='events' tabindex='0' aria-label='Events, newest first'>{rows}</ul>"
-        if rows
-        else "<p class='quiet'>None yet.</p>"
-    )
+    listed = event_rows(events, styles) if events else "<p class='quiet'>None yet.</p>"
     return f"{heading('Events', '', '', chosen)}{listed}"
+
+
+def event_rows(events: Sequence[Event], styles: Mapping[str, str]) -> str:
+    rows = "".join(_row(event, styles) for event in events)
+    return f"<ul class='events' tabindex='0' aria-label='Events, newest first'>{rows}</ul>"
 
 
 def _row(event: Event, styles: Mapping[str, str]) -> str:

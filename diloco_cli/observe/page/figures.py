@@ -30,6 +30,15 @@ def figure_list(rows: Sequence[tuple[str, str, str]]) -> str:
     return f"<dl>{cells}</dl>"
 
 
+def table(heads: Sequence[str], rows: Sequence[str], label: str) -> str:
+    """Rows under their heads; a narrow window scrolls them sideways."""
+    head = "".join(f"<th scope='col'>{text}</th>" for text in heads)
+    return (
+        f"<div class='wide' tabindex='0' role='region' aria-label='{label}'><table><thead><tr>"
+        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
 def bits_bars(up: float | None, down: float | None) -> str:
     """Bits per parameter in each direction, beside what float32 would take."""
     rows = []

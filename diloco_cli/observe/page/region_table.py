@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from diloco_cli.observe.metrics import per_device
-from diloco_cli.observe.page.figures import share_bar
+from diloco_cli.observe.page.figures import share_bar, table
 from diloco_cli.observe.page.marks import mark
 from diloco_cli.observe.page.sparkline import sparkline
 from diloco_cli.observe.status import RegionStatus, Status
@@ -42,7 +42,7 @@ def region_table(
         last.setdefault(event[2], event)
     if len(regions) <= MOST_WHOLE:
         rows = [_whole(status, region, history, last, styles[region.name]) for region in regions]
-        return _table(("region", "state, and why", *FIGURES), rows, "Regions")
+        return table(("region", "state, and why", *FIGURES), rows, "Regions")
     regions.sort(key=lambda region: (not _troubled(status, region), not region.alive, region.name))
     shown, rest = regions[:MOST_WHOLE], regions[MOST_WHOLE:]
     rows = [_whole(status, region, history, last, styles[region.name]) for region in shown]
@@ -53,18 +53,10 @@ def region_table(
     if len(rest) > MOST_SHORT:
         what += f", {MOST_SHORT} of them here; /v1/status has all"
     return (
-        _table(("region", "state, and why", *FIGURES), rows, "Regions")
+        table(("region", "state, and why", *FIGURES), rows, "Regions")
         + f"<details id='more-regions'><summary>{escape(what)}</summary>"
-        + _table(heads, short, "More regions")
+        + table(heads, short, "More regions")
         + "</details>"
-    )
-
-
-def _table(heads: Sequence[str], rows: Sequence[str], label: str) -> str:
-    head = "".join(f"<th scope='col'>{text}</th>" for text in heads)
-    return (
-        f"<div class='wide' tabindex='0' role='region' aria-label='{label}'><table><thead><tr>"
-        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 

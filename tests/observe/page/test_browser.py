@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from diloco_cli.spec.resolved import write_resolved
+from tests import ROOT
 from tests.observe.page.browser import Watched, started
 from tests.observe.page.played_run import PlayedRun
 from tests.observe.page.test_page import crowded_page
@@ -134,6 +138,19 @@ def test_two_hundred_regions_with_strange_names_fit_the_window(browser, tmp_path
     shown = Watched(browser, file.as_uri(), viewport={"width": width, "height": 900})
     assert shown.overflow() <= 0 and shown.unfit() == [] and shown.errors == []
     shown.context.close()
+
+
+def test_a_report_of_the_run_while_it_goes_on_asks_nobody(browser, run, tmp_path):
+    file = tmp_path / "report.html"
+    write_resolved(run.settings.spec, run.folder)
+    command = ("-m", "diloco_cli", "report", str(run.folder), "--out", str(file))
+    subprocess.run((sys.executable, *command), check=True, cwd=ROOT)
+    for width in (1440, 390):
+        shown = Watched(browser, file.as_uri(), viewport={"width": width, "height": 900})
+        assert "Training:" in shown.tab.inner_text("h1")
+        assert shown.unfit() == [] and shown.overflow() <= 0
+        assert shown.errors == [] and shown.outside == []
+        shown.context.close()
 
 
 def test_the_page_reads_without_its_script(browser, run):

@@ -9,9 +9,12 @@ from typer.testing import CliRunner
 from diloco_cli import read_run
 from diloco_cli.cli.app import app
 from diloco_cli.errors import SpecError
-from diloco_cli.observe.events import EventLog
+from diloco_cli.observe.events import EventLog, read_events
 from diloco_cli.observe.history import History
+from diloco_cli.observe.page.log_digest import digest
+from diloco_cli.observe.page.report import Environment, Sample, report
 from diloco_cli.observe.run_record import summary_of
+from tests import ROOT
 from tests.observe.documents import make_status
 
 
@@ -35,7 +38,12 @@ def a_run(folder, name="trial", *, seconds=40, summary=True):
     if summary:
         (folder / "summary.json").write_text(json.dumps(summary_of(status)))
     log = EventLog(folder / "events.jsonl", "server")
+    log.note("called", fragment=0, version=0)
+    log.note("closed", fragment=0, version=0, members=["left"], weights=[1.0], why="all here")
+    log.note("published", fragment=0, version=1, members=["left"], bytes=9)
     log.note("lapsed", region="left", silent_seconds=4.0)
+    log.note("revived", region="left", silent_seconds=5.0)
+    log.note("amended", number=1, by="ann", why="<i>slower</i>", set={"inner.batch": 4})
     log.close()
     return folder
 
@@ -63,7 +71,7 @@ def test_a_record_has_columns_of_equal_length(tmp_path):
     assert len({len(column) for column in record.evaluations.values()}) == 1
     assert record.evaluations["loss"][-1] == pytest.approx(4.0 - 39 / 20)
     assert len(record.regions["left"]["at"]) == len(record.regions["left"]["loss"]) == 40
-    assert record.name == "trial" and [event.kind for event in record.events()] == ["lapsed"]
+    assert record.name == "trial" and "lapsed" in [event.kind for event in record.events()]
 
 
 def test_the_report_shows_the_result_the_faults_and_the_settings(tmp_path):
@@ -72,8 +80,9 @@ def test_the_report_shows_the_result_the_faults_and_the_settings(tmp_path):
     parser = Visible()
     parser.feed(out.read_text())
     text = " ".join(" ".join(parser.text).split())
-    for fact in ("Finished: 390 of 1000 tokens", "held-out 2.050", "lapsed", "model: '<b>'"):
-        assert fact in text
+    facts = ["Finished: 390 of 1000 tokens", "held-out 2.050", "lapsed", "model: '<b>'"]
+    facts += ["inner.batch = 4; <i>slower</i>", "a region fell silent", "merging and publishing"]
+    assert [fact for fact in facts if fact not in text] == []
     assert parser.outside == [] and out.stat().st_size < 500_000
 
 
@@ -99,3 +108,52 @@ def test_what_is_not_a_run_or_damaged_is_said(tmp_path):
     (folder / "history.npz").write_bytes(b"rubbish")
     with pytest.raises(SpecError, match="damaged"):
         read_run(folder)
+
+
+def visible(file):
+    parser = Visible()
+    parser.feed(file.read_text())
+    assert parser.outside == []
+    return " ".join(" ".join(parser.text).split())
+
+
+def test_records_of_chaos_and_quality_have_reports(tmp_path):
+    out, raw = tmp_path / "r.html", ROOT / "docs" / "results" / "raw"
+    assert invoked("report", raw / "storm-4-324.json", "--out", out).exit_code == 0
+    shown = visible(out)
+    assert all(fact in shown for fact in ("eight-regions", "kill-trainer", "median of 34"))
+    assert invoked("report", raw / "quality.jsonl", "--out", out).exit_code == 0
+    assert all(fact in visible(out) for fact in ("data parallel", "regions 8", "+2.28 %"))
+
+    folder = a_run(tmp_path / "run")
+    (folder / "chaos.json").write_text((raw / "storm-4-324.json").read_text())
+    assert invoked("report", folder, "--out", out).exit_code == 0
+    assert "Inflicted faults" in visible(out) and "Finished: 390" in visible(out)
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "rubbish", '{"faults": 3}'])
+def test_a_file_that_is_no_record_is_said(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(SpecError, match=r"x\.json"):
+        invoked("report", tmp_path / "x.json", "--out", tmp_path / "r.html")
+
+
+def test_samples_are_shown_as_text(tmp_path):
+    (tmp_path / "spec.resolved.yaml").write_text("name: trial\n")
+    sample = Sample("the newest weights", "def ", "<script>alert(1)</script>")
+    made = Environment("1", "diloco report")
+    shown = report(read_run(tmp_path), made, samples=[sample])
+    assert "<b>def </b>&lt;script&gt;" in shown and "<script>" not in shown
+
+
+def test_an_outage_without_an_end_lasts_until_the_log_ends(tmp_path):
+    times = iter(range(100))
+    log = EventLog(tmp_path / "events.jsonl", "server", clock=lambda: float(next(times)))
+    log.note("lapsed", region="left", silent_seconds=0.0)
+    log.note("revived", region="left", silent_seconds=1.0)
+    log.note("lapsed", region="left", silent_seconds=0.0)
+    log.note("trainer-died", region="right", code=-9, why="killed")
+    log.close()
+    told = digest(read_events(tmp_path / "events.jsonl"))
+    assert told.away == {"left": [(0.0, 1.0), (2.0, None)]} and told.ended == 3.0
+    assert told.moments == {"right": [(3.0, "trainer-died")]} and told.counts["lapsed"] == 2

@@ -29,6 +29,7 @@ WIDTHS = (1440, 800, 390)
 COLOURS = ("light", "dark")
 BUDGET, SHARE = 2_400_000, 0.8
 DEADLINE = 3600.0
+PROMPT = "def __init__(self, "
 DILOCO = (sys.executable, "-m", "diloco_cli")
 
 
@@ -73,7 +74,9 @@ def page_of(browser: Any, folder: Path) -> None:
 def report_of(browser: Any, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as beside:
         file = Path(beside) / "report.html"
-        subprocess.run((*DILOCO, "report", str(folder), "--out", str(file)), check=True)
+        subprocess.run(
+            (*DILOCO, "report", str(folder), "--out", str(file), "--sample", PROMPT), check=True
+        )
         for width, colours in ((1440, "light"), (390, "dark")):
             take(browser, file.as_uri(), "report", width, colours)
 
