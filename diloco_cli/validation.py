@@ -36,7 +36,7 @@ def in_words(detail: ErrorDetails, known: Sequence[str] = ()) -> tuple[str, str 
             return f"must be {sign} {limits[next(iter(limits))]}; {got}", None
     for start, wanted in _WANTED.items():
         if kind.startswith(start):
-            return f"needs {wanted}; {got}", _quoting(wanted, detail.get("input"))
+            return f"needs {wanted}; {got}", _example(wanted, detail)
     message = detail["msg"].removeprefix("Value error, ")
     return (f"{message}; {got}" if detail["loc"] else message), None
 
@@ -70,6 +70,25 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _quoting(wanted: str, value: object) -> str | None:
-    is_scalar = isinstance(value, (int, float))
-    return "Put it in quotes." if wanted == "text" and is_scalar else None
+_FIRST = {"budget": "tokens", "regions": "name"}
+"""The one key that a mapping of these cannot do without; of others it is `kind`."""
+_PLACES = ("listen", "health")
+
+
+def _example(wanted: str, detail: ErrorDetails) -> str | None:
+    """What to write instead, where a single value was given."""
+    value, key = detail.get("input"), detail["loc"][-1] if detail["loc"] else ""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    if wanted == "text":
+        if key in _PLACES and isinstance(value, int):
+            return f"It is HOST:PORT, as in 127.0.0.1:{value}."
+        return "Put it in quotes." if not isinstance(value, str) else None
+    names = [each for each in detail["loc"] if isinstance(each, str)]
+    if wanted == "a list":
+        return f"Write [{value}]."
+    if wanted == _WANTED["dict_"]:
+        first = _FIRST.get(names[-1] if names else "", "kind")
+        file = first == "kind" and isinstance(value, str) and "." in value
+        return f"Write {{kind: hf, file: {value}}}." if file else f"Write {{{first}: {value}}}."
+    return None

@@ -130,6 +130,8 @@ def pull(
     run = find(target)
     refuse_unwritable(out)
     metadata = fetch_weights(run, out, version=version, ema=ema, certs=certs)
+    os.umask(umask := os.umask(0o077))
+    out.chmod(0o666 & ~umask)  # As any other file: whoever pulls weights may pass them on.
     typer.echo(f"versions {metadata.get('versions', '?')} of run {metadata.get('run')}", err=True)
     typer.echo(out)
 
@@ -143,8 +145,15 @@ def _current_status(run: Target, calls: ShortCalls) -> Status:
         raise server_elsewhere(run.folder, "status")
     # A server that was killed leaves its address behind, but not its lock.
     if run.url is None or (run.folder and FileLock(run.folder / "server" / "lock").is_free()):
-        raise LinkError(f"{run} has no server running.", hint="`diloco run` starts it again.")
+        raise LinkError(f"{run} has no server running.", hint=_start_again(run))
     return calls.status(run.url)
+
+
+def _start_again(run: Target) -> str:
+    """On a host with regions `diloco run` brings all back; one that only serves never had any."""
+    with_regions = run.folder is None or (run.folder / "regions").is_dir()
+    command = "run" if with_regions else "serve"
+    return f"`diloco {command} SPEC` starts it again."
 
 
 def _print_status(run: Target, status: Status, format: Format) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco_cli.assemble import build_terms, load_run, resolve, settings_of
 from diloco_cli.core.fragments import scatter
-from diloco_cli.errors import DilocoError, SpecError, StoreError
+from diloco_cli.errors import DilocoError, SpecError, StoreDamaged, StoreError
 from diloco_cli.observe.status import LastKnown
 from diloco_cli.run.folder import RESOLVED, is_a_regions, server_elsewhere
 from diloco_cli.server.recovery.fold import fold
@@ -56,6 +56,9 @@ def read_weights(
     if not (folder / "server" / "journal").exists():
         if is_a_regions(folder):
             raise server_elsewhere(folder, "pull")
+        if any((folder / "server").glob("fragments/*")):
+            journal = folder / "server" / "journal"
+            raise StoreDamaged(f"{journal} is missing, though its server has run.")
         raise SpecError(f"{folder} has no weights yet: its server never ran.")
     settings = settings_of(spec, parts)
     blobs, journal = stores.build(spec.server.store).read(

@@ -30,7 +30,7 @@ from diloco_cli.validation import nearest
 
 TEMPLATES = resources.files("diloco_cli") / "run" / "templates"
 PORT = 7350
-IGNORED = "# What runs leave behind, and secrets.\nruns/\ncerts/\n"
+IGNORED = "# What runs leave behind, and secrets.\nruns/\ncerts/\n*.tar\n*.safetensors\n"
 
 HEADER = """\
 # A run spec, started from the template TEMPLATE. Edit freely; `diloco validate run.yaml` checks it,

@@ -124,6 +124,7 @@ async def _serve(
         tokens = certificates.tokens(settings.spec.name)
     taken = bind(where.listen, prefer=_last_port(folder))
     url = url_of(taken, scheme="https" if certificates else "http")
+    taken_port = int(taken.getsockname()[1])
     try:
         refuse_open(taken, certificates)
         recorder = HistoryRecorder(folder, len(settings.sizes), events.note)
@@ -168,7 +169,8 @@ async def _serve(
         watching = asyncio.create_task(_watch_folder(coordinator))
         gc.freeze()  # What is loaded by now stays; there is no need to look through it ever again.
         _announce(folder, url)
-        _greet(coordinator, url, time.monotonic() - began)
+        elsewhere = _from_elsewhere(where.listen, taken_port, certificates)
+        _greet(coordinator, url, time.monotonic() - began, elsewhere)
         await _until_done(coordinator, listener)
         recorder.sample(coordinator)
         recorder.keep()
@@ -253,12 +255,21 @@ def _in_words(failure: BaseException) -> BaseException:
     return error
 
 
-def _greet(coordinator: Coordinator, url: str, seconds: float) -> None:
+def _from_elsewhere(listen: str, port: int, certificates: Certificates | None) -> str:
+    """How other hosts reach a server that listens on every address."""
+    if certificates is None or listen.rpartition(":")[0].strip("[]") not in ("", "0.0.0.0", "::"):
+        return ""
+    names = certificates.names()
+    told = " or ".join(f"https://{name}:{port}" for name in names[:3])
+    return f"; from other hosts {told}" if told else ""
+
+
+def _greet(coordinator: Coordinator, url: str, seconds: float, elsewhere: str) -> None:
     state = coordinator.state
     recovered = state.ledger.outer_steps
     resumed = state.store.journal.last > bool(state.ledger.begun)
     what = f"resumed after {recovered} outer steps" if resumed else "begun"
-    log.info(f"{state.spec.name} (run {state.store.run}) {what}, serving at {url}")
+    log.info(f"{state.spec.name} (run {state.store.run}) {what}, serving at {url}{elsewhere}")
     state.note(
         "server-started",
         url=url,

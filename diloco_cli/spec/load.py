@@ -186,6 +186,9 @@ def _validated(data: YamlMapping) -> tuple[RunSpec | None, list[SpecFault], list
         return RunSpec.model_validate(data), [], []
     except ValidationError as error:
         details = error.errors()[:MOST]
+    # A list whose every entry is wrong counts as empty, too.
+    wrong = {detail["loc"][:-1] for detail in details}
+    details = [one for one in details if one["type"] != "too_short" or one["loc"] not in wrong]
     clash = details[0].get("ctx", {}).get("error")
     if isinstance(clash, Conflicts):
         return clash.spec, list(clash.faults), []
@@ -204,8 +207,21 @@ def _validated(data: YamlMapping) -> tuple[RunSpec | None, list[SpecFault], list
 
 def _elsewhere(path: Path) -> str | None:
     """Says under which section a misplaced key belongs, if it is one."""
+    if misplaced := _MISPLACED.get(tuple(map(str, path))):
+        return f"It is `{misplaced}`."
     homes = [top for top in keys_at(()) if path[-1] in keys_at((top,)) and top != path[0]]
     return f"It belongs under `{homes[0]}`." if len(path) == 1 and len(homes) == 1 else None
+
+
+_MISPLACED: dict[tuple[str, ...], str] = {
+    ("inner", "learning_rate"): "inner.optimizer.lr",
+    ("inner", "lr"): "inner.optimizer.lr",
+    ("inner", "weight_decay"): "inner.optimizer.weight_decay",
+    ("inner", "warmup"): "inner.schedule.warmup",
+    ("inner", "batch_size"): "inner.batch",
+    ("inner", "sequence_length"): "inner.sequence",
+}
+"""What people write who come from elsewhere."""
 
 
 def _set_aside(data: YamlMapping, paths: list[Path]) -> YamlMapping:

@@ -86,8 +86,7 @@ def _same(spec: RunSpec, file: Path, may_differ: Callable[[str], bool]) -> None:
         ]
         raise SpecError(
             f"{file.parent} holds a run of another spec:\n" + "\n".join(lines),
-            hint="--fresh starts over in this folder, --dir FOLDER starts beside it; to go on "
-            "with the old run, give it its old spec.",
+            hint="--dir FOLDER starts beside it; to go on with the old run, give it its old spec.",
         )
 
 
@@ -100,7 +99,7 @@ def read_resolved(folder: Path) -> RunSpec:
     except (OSError, UnicodeDecodeError, ValidationError):
         raise StoreError(
             f"{file} is damaged: it is not the resolved spec of a run.",
-            hint="Restore it from a copy, or start over with --fresh.",
+            hint="Restore it from a copy, or choose another folder with --dir.",
         ) from None
 
 

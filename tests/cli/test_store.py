@@ -174,3 +174,16 @@ def test_a_backup_says_what_it_cannot_do(capsys, folder, tmp_path):
     blocked.write_text("")
     code, _, said = diloco(capsys, "backup", folder, "--to", blocked / "x")
     assert code != 0 and "hint:" in said and "Traceback" not in said
+
+
+def test_pulled_weights_are_a_file_like_any_other_and_a_lost_journal_is_named(tmp_path, capsys):
+    run, out = trained(tmp_path, [0]), tmp_path / "w.safetensors"
+    before = os.umask(0o022)
+    try:
+        assert diloco(capsys, "pull", run, "--out", out)[0] == 0
+    finally:
+        os.umask(before)
+    assert out.stat().st_mode & 0o777 == 0o644
+    (run / "server" / "journal").unlink()
+    code, _, told = diloco(capsys, "pull", run, "--out", out)
+    assert code == 5 and "journal is missing" in told and "from a copy" in told

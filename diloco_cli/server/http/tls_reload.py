@@ -67,6 +67,11 @@ class Certificates:
     def tokens(self, run: str) -> TokenList:
         return TokenList(self.folder / FILE, run)
 
+    def names(self) -> list[str]:
+        """What others may call this host, by the server's certificate."""
+        certificate = authority.read_certificate(self.folder / "server.pem")
+        return [name for name in authority.names_of(certificate) if name not in authority.ALWAYS]
+
     def expiries(self) -> dict[str, float]:
         """Until when the certificates and the newest credential of everybody are good."""
         found: dict[str, float] = {}

@@ -108,5 +108,5 @@ def check_run(folder: Path, run: str, layout: str, spec: str) -> None:
             raise SpecError(
                 f"{folder} holds another run: its {key} is {str(fields.get(key))[:12]}, "
                 f"the spec's is {digest[:12]}.",
-                hint="Use the spec this run began with, another folder with --dir, or --fresh.",
+                hint="Use the spec this run began with, or another folder with --dir.",
             )
