@@ -18,7 +18,7 @@ from diloco_cli.spec import describe
 from diloco_cli.spec.schema import RunSpec
 from tests import ROOT
 from tests import reference_pages as reference
-from tests.site_pages import on_page_markdown
+from tests.site_pages import contents, on_page_markdown
 
 PAGES = ROOT / "docs" / "reference"
 PIPELINES = sorted((ROOT / "pipelines").glob("*.yaml"))
@@ -123,9 +123,6 @@ def test_that_check_would_notice():
     ]
 
 
-SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-
-
 def pages_in(nav: object) -> list[str]:
     """The files that a table of contents names, at any depth."""
     if isinstance(nav, str):
@@ -135,11 +132,20 @@ def pages_in(nav: object) -> list[str]:
     return [page for part in parts for page in pages_in(part)]
 
 
-def test_the_site_leads_to_every_page_once():
-    docs = ROOT / "docs"
+def test_the_site_leads_to_every_page_once(tmp_path):
+    docs, nav = ROOT / "docs", contents(ROOT / "docs")
     written = sorted(path.relative_to(docs).as_posix() for path in docs.glob("**/*.md"))
-    assert sorted(pages_in(SITE["nav"])) == written, "mkdocs.yml lists the pages in `nav`"
-    assert SITE["strict"] is True and SITE["theme"]["font"] is False
+    assert sorted(pages_in(nav)) == written and nav[0] == {"Overview": "README.md"}
+    assert [name for part in nav[1:4] for name in part] == ["Start", "Guides", "Concepts"]
+    (tmp_path / "new" / "deep").mkdir(parents=True)
+    (tmp_path / "new" / "deep" / "page.md").touch()
+    assert pages_in(contents(tmp_path)) == ["README.md", "new/deep/page.md"]
+
+
+def test_the_site_is_checked_and_asks_nobody_for_anything():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert site["strict"] is True and site["theme"]["font"] is False
+    assert set(site["validation"]["links"].values()) == {"warn"}
 
 
 def test_links_that_a_site_has_no_page_for_become_names():
