@@ -117,8 +117,8 @@ class Curves:
     def arrays(self, name: str) -> dict[str, np.ndarray]:
         """What it takes to go on, for a file."""
         return {
-            f"{name}/sums": self._sums[: self.rows],
-            f"{name}/counts": self._counts[: self.rows],
+            f"{name}/sums": self._sums[: self.rows].copy(),
+            f"{name}/counts": self._counts[: self.rows].copy(),
             f"{name}/span": np.array(self.span),
         }
 
@@ -268,6 +268,11 @@ class Rounds:
             if new and len(record.adopted) < MOST_TOLD:
                 record.adopted.setdefault(region, at)
 
+    def go_on_from(self, records: Sequence[RoundRecord]) -> None:
+        """Takes rounds that were kept; the next ones are counted on from them."""
+        self.all = list(records)[-self.most :]
+        self._number = max([0, *(record.number for record in records)])
+
     def after(self, number: int) -> list[dict[str, Any]]:
         """Rounds after this number, and earlier ones that were not over yet."""
         return [record.plain() for record in self.all if record.number > number]
@@ -365,18 +370,25 @@ class History:
             "rounds": self.rounds.after(round_after),
         }
 
-    def dump(self) -> bytes:
-        """As a file; the rounds are not in it, they are a picture of the last minutes."""
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """A copy of everything that a file keeps; rounds that are not over are left out."""
         arrays = self.run.arrays("run")
         for index, (_, curves) in enumerate(self.regions.items()):
             arrays |= curves.arrays(f"region{index}")
         points = [(p.at, p.tokens, p.loss, p.outer_step) for p in self.evaluations]
         arrays["evaluations"] = np.array(points, np.float64).reshape(-1, 4)
-        names = json.dumps(list(self.regions)).encode()
-        arrays["names"] = np.frombuffer(names, np.uint8)
-        file = io.BytesIO()
-        np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
-        return file.getvalue()
+        over = [record.plain() for record in self.rounds.all if record.published is not None]
+        for name, listed in (
+            ("names", list(self.regions)),
+            ("rounds", over),
+            ("events", list(self.events)),
+        ):
+            arrays[name] = np.frombuffer(json.dumps(listed).encode(), np.uint8)
+        return arrays
+
+    def dump(self) -> bytes:
+        """As a file."""
+        return packed(self.snapshot())
 
     def load(self, data: bytes) -> None:
         """Goes on from a file; ValueError where it is damaged or of another form."""
@@ -390,11 +402,25 @@ class History:
                 curves.restore(arrays, f"region{index}")
                 restored.regions[str(name)] = curves
             points = _points(arrays["evaluations"].tolist())
+            rounds = [RoundRecord(**each) for each in json.loads(arrays["rounds"].tobytes())]
+            events = [
+                (float(wall), str(kind), str(region), str(words))
+                for wall, kind, region, words in json.loads(arrays["events"].tobytes())
+            ]
         except (KeyError, OSError, EOFError, TypeError, ValueError) as error:
             raise ValueError(f"the history is damaged: {error}") from None
         except Exception as error:  # What zipfile and zlib raise has no common base.
             raise ValueError(f"the history is damaged: {error}") from error
         self.run, self.regions, self.evaluations = restored.run, restored.regions, points
+        self.rounds.go_on_from(rounds)
+        self.events.extend(events)
+
+
+def packed(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """The bytes of a file with these arrays; any thread may make them."""
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
+    return file.getvalue()
 
 
 def _words(kind: str, fields: Mapping[str, Any]) -> str:
@@ -403,6 +429,8 @@ def _words(kind: str, fields: Mapping[str, Any]) -> str:
         return f"held-out {fields['loss']:.3f} at outer step {fields['outer_steps']}"
     if why := fields.get("why"):
         return str(why)
+    if (silent := fields.get("silent_seconds")) is not None:
+        return f"silent for {silent:.1f} s"
     shown = (f"{key} {value}" for key, value in fields.items() if key not in ("region", "owner"))
     return ", ".join(shown)[:LONGEST_WORDS]
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.observe.history import History
+import numpy as np
+
+from diloco_cli.observe.history import History, packed
 from diloco_cli.server.build_status import build_status
 from diloco_cli.server.rounds.coordinator import Coordinator
 from diloco_cli.system.files import keep_bytes
@@ -56,7 +58,8 @@ class HistoryRecorder:
         while True:
             self.sample(coordinator)
             if state.clock() - kept >= KEEP_SECONDS:
-                await asyncio.to_thread(self.keep)
+                # The copy is made here: nothing may change meanwhile.
+                await asyncio.to_thread(self._write, self.history.snapshot())
                 kept = state.clock()
             await asyncio.sleep(SAMPLE_SECONDS)
 
@@ -71,7 +74,10 @@ class HistoryRecorder:
 
     def keep(self) -> None:
         """Writes the file; a full disk costs the picture of a minute."""
+        self._write(self.history.snapshot())
+
+    def _write(self, arrays: Mapping[str, np.ndarray]) -> None:
         try:
-            keep_bytes(self._path, self.history.dump())
+            keep_bytes(self._path, packed(arrays))
         except OSError as error:
             log.warning(f"{self._path}: {error}; the curves are not kept")

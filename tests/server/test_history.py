@@ -27,7 +27,9 @@ async def test_curves_and_rounds_are_kept_and_go_on_after_a_restart(tmp_path, ca
     assert told["members"] == ["paris", "tokyo"] and told["published"] is not None
 
     again = HistoryRecorder(tmp_path, 2, lambda kind, **fields: None)
-    assert again.history.document()["run"] == recorder.history.document()["run"]
+    assert again.history.document() == recorder.history.document()
+    assert again.history.document()["rounds"] and list(again.history.events)
+    assert list(again.history.events) == list(recorder.history.events)
     assert not warnings(caplog)
 
 

@@ -81,6 +81,13 @@ def report_of(browser: Any, folder: Path) -> None:
             take(browser, file.as_uri(), "report", width, colours)
 
 
+def cut_for_readme() -> None:
+    """The first screen of page and report."""
+    for name, height in (("page", 1040), ("report", 1240)):
+        whole = Image.open(PICTURES / f"{name}-1440-light.png")
+        whole.crop((0, 0, whole.width, height)).save(PICTURES / f"{name}.png", optimize=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, help="a run that is there already")
@@ -92,6 +99,7 @@ def main() -> int:
             if url_of(folder):
                 page_of(browser, folder)
             report_of(browser, folder)
+            cut_for_readme()
             return 0
         budget = f"budget.tokens={BUDGET}"
         child = subprocess.Popen((*DILOCO, "run", str(SPEC), "--dir", str(folder), "--set", budget))
@@ -103,6 +111,7 @@ def main() -> int:
             child.terminate()
             child.wait()
         report_of(browser, folder)
+    cut_for_readme()
     return 0
 
 
