@@ -111,8 +111,10 @@ def documents(source: TextSource, field: str = "text", skip: int = 0) -> Iterato
 
 
 def _unreadable(path: Path, reason: str) -> SpecError:
+    # A library may quote the damaged bytes, and over several lines.
+    shown = "".join(each if each.isprintable() else " " for each in reason)
     return SpecError(
-        f"{path} cannot be read: {reason.rstrip('.')}.",
+        f"{path} cannot be read: {' '.join(shown.split()).rstrip('.')}.",
         hint="The file is damaged or not what its name says; fetch it again, or leave it out.",
     )
 

@@ -6,7 +6,7 @@ region.py.
     ranks.py          one loop in several processes: the first joins, the others follow
     numpy_weights.py  weights in numpy arrays
     torch_weights.py  weights and optimiser of a PyTorch module, whole or cut into DTensors
-    jax_weights.py    weights in a tree of JAX arrays, on one device or many
+    jax_weights.py    weights in a tree of JAX arrays, on one device or many, of one process or more
     describe.py       writes down what is trained, for `model: {kind: tensors}`
 
 What is exported here, the adapters and `diloco_cli.testing.check` are the public Python API and

@@ -122,6 +122,11 @@ class Region:
         work already and is waited for, `wait` seconds. A loop that runs in several processes
         gives each of them the same `ranks`.
         """
+        if ranks is None and getattr(weights, "spread", False):
+            raise SpecError(
+                "The weights lie on devices of several processes.",
+                hint="Join in every process, with ranks=JaxRanks() of region.jax_weights.",
+            )
         if ranks is not None and not ranks.leads:
             follower = FollowingOuter(ranks, weights, optimizer, evaluate)
             yield cast(Outer, follower)

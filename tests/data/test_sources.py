@@ -105,6 +105,19 @@ def test_a_damaged_file_is_refused(tmp_path: Path, name: str):
     refused(TextSource.of(path))
 
 
+def test_damage_inside_a_table_is_said_in_one_printable_line(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["hello world " * 50] * 200}), path)
+    data = bytearray(path.read_bytes())
+    data[8:300] = bytes(each ^ 0x5A for each in data[8:300])
+    path.write_bytes(data)
+    message = refused(TextSource.of(path)).message
+    assert message.isprintable() and message.endswith(".") and not message.endswith(" .")
+
+
 def test_a_cell_of_nothing_is_named_by_its_row(tmp_path: Path):
     import pyarrow
     import pyarrow.parquet

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ from diloco_cli.core.fragments import Piece, cut, gather
 from diloco_cli.errors import SpecError
 from diloco_cli.region import NumpyWeights, Transposed
 from diloco_cli.testing import check
+from tests import ROOT
 from tests.region.linear_loop import Momentum, batch, first, loss_and_slopes
 
 torch = pytest.importorskip("torch")
@@ -151,6 +155,22 @@ def test_jax_trees_and_modules():
     np.testing.assert_array_equal(np.asarray(nnx.state(model)["bias"]), [0, 1, 2])
     with pytest.raises(SpecError, match="b is bfloat16"):
         JaxWeights({"b": jnp.zeros(3, jnp.bfloat16)})
+
+
+def test_jax_arrays_of_two_processes():
+    """`check` passes in the leading process while the other follows its orders."""
+    command = [sys.executable, "-m", "tests.region.two_jax_processes"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(next(each for each in ended.stdout.splitlines() if each.startswith("{")))
+    first = np.arange(24, dtype=np.float32).reshape(4, 6) / 7
+    turned = first.T.copy()
+    turned[1:3] = 9
+    np.testing.assert_array_equal(np.array(found["whole"]["r"], np.float32), first)
+    np.testing.assert_array_equal(np.array(found["whole"]["c"], np.float32), turned)
+    assert found["spec"] == [None, "fsdp"] and found["spread"]
+    assert "lie on devices of several processes" in found["refusal"]
+    assert "ranks=JaxRanks()" in found["refusal"]
 
 
 def test_frameworks_meet_in_one_layout():
