@@ -118,7 +118,7 @@ class Adam:
     ε), and leaves m and v as they are. Few members move the weights in proportion.
     """
 
-    lr: LearningRate = 0.01
+    lr: LearningRate = 0.02
     """How far a weight moves in a round: about as far as in a round of inner steps."""
 
     beta1: Decay = 0.9

@@ -281,7 +281,7 @@ class WireSpec(Section):
     up: Choice = {"kind": "int4", "block": 512}
     """Codec of contributions, region to server; `diloco explain codec` lists the kinds."""
 
-    down: Choice = {"kind": "int8", "block": 512}
+    down: Choice = {"kind": "int4", "block": 512}
     """Codec of new versions, server to regions."""
 
     zstd: Annotated[Int, Field(ge=1, le=19)] = 1

@@ -43,7 +43,7 @@ def test_defaults_are_spelled_out_in_the_order_of_the_reference():
     data = read(resolved_yaml(loaded()), "run.yaml").data
     assert " ".join(data) == f"{ORDER} plugins"
     assert data["sync"]["staleness"] == 2
-    assert data["wire"]["down"] == {"kind": "int8", "block": 512}
+    assert data["wire"]["down"] == {"kind": "int4", "block": 512}
 
 
 def test_it_is_written_once(tmp_path: Path):

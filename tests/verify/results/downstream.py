@@ -11,6 +11,7 @@ of a rung answer the same questions, so what the questions share cancels out in 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import statistics
 import sys
@@ -38,21 +39,23 @@ def questions(windows: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
     return asked[~same]
 
 
-def answers(model: Any, weights: dict[str, np.ndarray], asked: np.ndarray) -> np.ndarray:
-    """Whether the likeliest ending is the real one, question by question."""
+@functools.cache
+def _losses(model: Any) -> Any:
+    """The loss of every row. All endings of a question have the same beginning, so the loss of
+    the whole orders the endings."""
     import jax
 
+    loss = model.loss_fn(penalties=False)
+    return jax.jit(lambda params, rows: jax.vmap(lambda row: loss(params, row[None])[0])(rows))
+
+
+def answers(model: Any, weights: dict[str, np.ndarray], asked: np.ndarray) -> np.ndarray:
+    """Whether the likeliest ending is the real one, question by question."""
     from diloco_cli.worker.engines.placement import place_model
 
-    loss, params = model.loss_fn(penalties=False), place_model(model).place(weights)
-
-    # All endings have the same beginning, so the loss of the whole orders the endings.
-    @jax.jit
-    def losses(rows: Any) -> Any:
-        return jax.vmap(lambda row: loss(params, row[None])[0])(rows)
-
-    flat = asked.reshape(-1, asked.shape[-1])
-    found = np.concatenate([np.asarray(losses(part)) for part in np.split(flat, CHOICES)])
+    params, flat = place_model(model).place(weights), asked.reshape(-1, asked.shape[-1])
+    parts = np.split(flat, CHOICES)
+    found = np.concatenate([np.asarray(_losses(model)(params, part)) for part in parts])
     return found.reshape(asked.shape[:2]).argmin(axis=1) == 0
 
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 TUNED_ON = 101
@@ -183,6 +185,39 @@ def cells(table: Table, stages: Sequence[Stage]) -> Iterator[dict[str, Any]]:
                 yield table.result(stage.rung, arm, seed, rates[arm])
 
 
+def told(records: Iterable[dict[str, Any]]) -> str:
+    """A row for each rung and arm; what a codec costs is told against the same arm without it."""
+    from diloco_cli.bench.quality.table import half_interval
+
+    by: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for each in records:
+        if each["seed"] != TUNED_ON and "loss" in each:
+            by.setdefault((each["rung"], each["cell"]), {})[each["seed"]] = each
+    lines = [
+        "| parameters | | rate | seeds | rounds | loss | change | both averaged | against |",
+        "| --- | --- | --: | --- | --: | --: | --: | --: | --- |",
+    ]
+    for (rung, cell), mine in by.items():
+        against = re.sub(", int4 down", "", cell) if "down" in cell else DP.name
+        other = by.get((rung, against), {}) if cell != against else {}
+
+        def change(key: str, mine: Any = mine, other: Any = other) -> str:
+            gaps = [
+                100 * (mine[seed][key] / other[seed][key] - 1) for seed in mine if seed in other
+            ]
+            half = half_interval(gaps)
+            return f"{mean(gaps):+.2f}" + (f" ± {half:.2f} %" if half else " %") if gaps else "–"
+
+        first = next(iter(mine.values()))
+        seeds = f"{min(mine)} to {max(mine)}" if len(mine) > 1 else str(min(mine))
+        loss = mean(each["loss"] for each in mine.values())
+        lines.append(
+            f"| {rung} | {cell} | {first['rate']:.3g} | {seeds} | {first['versions'] or '–'} "
+            f"| {loss:.4f} | {change('loss')} | {change('ema')} | {against if other else '–'} |"
+        )
+    return "\n".join(lines)
+
+
 def clock(words: str) -> float:
     """The next time that a clock shows this, in seconds since the epoch."""
     hour, minute = map(int, words.split(":"))
@@ -196,6 +231,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--until", type=clock, default=float("inf"), help="HH:MM; begin no cell")
     parser.add_argument("--weights", type=Path, help="a folder for the weights of what is reported")
+    parser.add_argument("--table", action="store_true", help="train nothing, print what is there")
     options = parser.parse_args(words)
     # One thread: cells are small, and whoever else works here has the rest.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
@@ -203,6 +239,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
     set_up(None)
     table = Table(options.file, options.weights, options.until)
+    if options.table:
+        print(told(table.known.values()))
+        return 0
     try:
         for _ in cells(table, STAGES):
             pass
