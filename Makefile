@@ -42,6 +42,7 @@ lint: .venv/.stamp-test          ## style, types, layers
 
 model: .venv/.stamp-test         ## thousands of seeds of the crash model
 	$(BIN)/python -m tests.verify.model.explore --seeds 3000 --every-crash-point
+	$(BIN)/python -m tests.verify.rebuild.explore --seeds 4000 --rules
 
 host-kills: .venv/.stamp-test    ## a region of two hosts killed at every failpoint and 100 times at random; goes on where it stopped
 	nice -n 10 $(BIN)/python -m tests.verify.regions.host_kills --kills 100 --results build/host-kills.jsonl

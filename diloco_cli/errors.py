@@ -88,3 +88,11 @@ class QuorumLost(DilocoError):
     """Too few regions are left for any round to close."""
 
     exit_code = 6
+
+
+SET_BACK = (
+    "If no newer copy of the server's folder is left, declare the loss, on the server's host: "
+    "`diloco restore COPY --dir FOLDER --set-back`; or lose less: `diloco restore --from-regions "
+    "FOLDER… --and COPY --dir NEW`. Then start this region again: it goes on by itself."
+)
+"""What to do about a server that was restored from an older copy than its regions have seen."""

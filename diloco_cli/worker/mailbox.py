@@ -55,12 +55,6 @@ FINISHED = "the run is finished"
 """Why a trainer leaves at the end of the run, in its last report after `stopped: `."""
 STARTING = "before its first step"
 """What a trainer that is not ours reports until it has made one."""
-SET_BACK = (
-    "If no newer copy of the server's folder is left, declare the loss, on the server's host: "
-    "`diloco restore COPY --dir FOLDER --set-back`; or lose less: `diloco restore --from-regions "
-    "FOLDER… --and COPY --dir NEW`. Then start this region again: it goes on by itself."
-)
-"""What to do about a server that was restored from an older copy than its regions have seen."""
 MAIL = ("outbox", "image", "fate")
 CLEAR_SECONDS = 60.0
 """For a trainer that was sent away to write its last checkpoint."""

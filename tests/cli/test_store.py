@@ -8,10 +8,15 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
+from diloco_cli.assemble import build_terms, load_run, resolve, settings_of, spelled_out
 from diloco_cli.run.copies import back_up, bring_back_certs
+from diloco_cli.server.recovery.rebuild import read_copy
+from diloco_cli.wire.digest import vector_digest
+from diloco_cli.worker.mailbox import FolderOwner, Image, Mailbox
 from tests.cli.harness import diloco, trained
 
 
@@ -187,3 +192,84 @@ def test_pulled_weights_are_a_file_like_any_other_and_a_lost_journal_is_named(tm
     (run / "server" / "journal").unlink()
     code, _, told = diloco(capsys, "pull", run, "--out", out)
     assert code == 5 and "journal is missing" in told and "from a copy" in told
+
+
+# A server that is lost or was set back
+
+
+def region_folder(folder: Path, at: Path, name: str, *, other: bool = False) -> Path:
+    """The folder of a region that holds what a server has published; or `other` weights."""
+    spec = spelled_out(load_run(folder / "spec.resolved.yaml").spec)
+    copy = read_copy(settings_of(spec, resolve(spec)), folder / "server", build_terms)
+    mailbox = Mailbox(at / "regions" / name)
+    mailbox.prepare()
+    mailbox.write_identity(FolderOwner(f"{name}-owner", 3, copy.run, high=7, region=name))
+    for number, slot in enumerate(copy.ledger.slots):
+        weights = copy.state(number).published + np.float32(other)
+        image = Image(
+            slot.version, slot.merged, vector_digest(weights), weights, copy.run, slot.applied
+        )
+        mailbox.write_image(number, image)
+    shutil.copy(folder / "spec.resolved.yaml", at)
+    return at
+
+
+def test_a_lost_server_is_rebuilt_from_region_folders(capsys, folder, tmp_path):
+    lost = json.loads(diloco(capsys, "replay", folder, "--format", "json")[1])
+    left, right = (region_folder(folder, tmp_path / name, name) for name in ("left", "right"))
+    new = tmp_path / "new"
+    code, _, said = diloco(capsys, "restore", "--from-regions", left, "--dir", new)
+    assert code == 2 and "held by one region alone" in said and not new.exists()
+    words = ("restore", "--from-regions", left, right, "--dir", new, "--format", "json")
+    code, out, said = diloco(capsys, *words)
+    assert code == 0, said
+    found = json.loads(out)
+    assert found["was"] == lost["run"] != found["run"] and found["record"] == 10**9 + 1
+    assert found["holders"] == [["left", "right"]] * 2 and found["momentum"] == ["fresh"] * 2
+    assert [each["version"] for each in found["fragments"]] == [2, 2]
+    code, _, said = diloco(capsys, *words)
+    assert code == 2 and "server exists already" in said
+    code, out, _ = diloco(capsys, "replay", new, "--format", "json")
+    assert code == 0 and json.loads(out)["state"] == found["state"]
+
+
+def test_a_copy_as_new_as_the_weights_keeps_the_momentum(capsys, folder, tmp_path):
+    lost = json.loads(diloco(capsys, "replay", folder, "--format", "json")[1])
+    left, new = region_folder(folder, tmp_path / "left", "left"), tmp_path / "new"
+    words = ("restore", "--from-regions", left, "--and", folder, "--dir", new, "--format", "json")
+    found = json.loads(diloco(capsys, *words)[1])
+    assert found["momentum"] == ["kept"] * 2 and found["state"] == lost["state"]
+
+
+def test_two_histories_stop_a_rebuild_and_both_are_shown(capsys, folder, tmp_path):
+    left = region_folder(folder, tmp_path / "left", "left")
+    right = region_folder(folder, tmp_path / "right", "right", other=True)
+    code, _, said = diloco(
+        capsys, "restore", "--from-regions", left, right, "--dir", tmp_path / "new", "--yes"
+    )
+    assert code == 5 and "two versions 2 of fragment 0" in said
+    assert ": left\n" in said and ": right" in said and not (tmp_path / "new").exists()
+
+
+def test_a_server_that_was_set_back_declares_the_loss_where_it_is(capsys, folder):
+    lost = json.loads(diloco(capsys, "replay", folder, "--format", "json")[1])
+    words = ("restore", folder, "--dir", folder, "--set-back", "--format", "json")
+    code, out, said = diloco(capsys, *words)
+    assert code == 0, said
+    found = json.loads(out)
+    assert found["was"] == lost["run"] != found["run"] and found["state"] == lost["state"]
+    assert found["momentum"] == ["kept"] * 2 and (folder / "server.lost-1" / "journal").exists()
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("a", "b"), "2 copies are given"),
+        (("--from-regions", "--set-back", "a"), "--set-back is for a copy alone"),
+        (("a", "--and", "b"), "--and is for --from-regions"),
+        (("--from-regions", "a"), "is no region's folder"),
+    ],
+)
+def test_what_cannot_be_meant_is_2(capsys, tmp_path, words, said):
+    code, _, told = diloco(capsys, "restore", *words, "--dir", tmp_path / "new")
+    assert code == 2 and said in told and "hint:" in told

@@ -48,6 +48,7 @@ from diloco_cli.core.rounds import (
     Returned,
     Round,
 )
+from diloco_cli.errors import SET_BACK
 from diloco_cli.observe.metrics import staleness
 from diloco_cli.server.refusals import HttpRefusal
 from diloco_cli.server.rounds.amendments import amend
@@ -526,6 +527,5 @@ def server_behind(who: str, fragment: int, newest: int) -> HttpRefusal:
     return HttpRefusal(
         "server-behind",
         f"{who} of fragment {fragment}, but {newest} is the newest version here.",
-        "The server was set back, for example to an old copy of its folder. "
-        "Restore the newest copy; this run's regions must not train on from here.",
+        f"The server was set back, for example to an old copy of its folder. {SET_BACK}",
     )

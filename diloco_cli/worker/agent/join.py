@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diloco_cli.data import datasets
-from diloco_cli.errors import LinkError, SpecError, StoreError
+from diloco_cli.errors import SET_BACK, LinkError, SpecError, StoreError
 from diloco_cli.net.client import Client, Held, OlderCopy
 from diloco_cli.net.credentials import Untrusted
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.messages import Amendments, Joined, Run, TextOrder
 from diloco_cli.worker.agent.published_weights import other_history
-from diloco_cli.worker.mailbox import SET_BACK, FolderOwner, Mailbox
+from diloco_cli.worker.mailbox import FolderOwner, Mailbox
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from diloco_cli.errors import StoreError, WireError
+from diloco_cli.errors import SET_BACK, StoreError, WireError
 from diloco_cli.net.client import Client, Gone
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Frame
 from diloco_cli.wire.messages import Holding
-from diloco_cli.worker.mailbox import SET_BACK, Image, Mailbox
+from diloco_cli.worker.mailbox import Image, Mailbox
 
 
 class PublishedWeights:

@@ -20,11 +20,11 @@ from diloco_cli.core import unmerged_work
 from diloco_cli.core.fragments import Fragment, Layout, Tensor, gather, scatter
 from diloco_cli.core.lanes import Cursor
 from diloco_cli.core.unmerged_work import Book, Flight, Origin, Posted, Totals, Work
-from diloco_cli.errors import StoreError, WireError
+from diloco_cli.errors import SET_BACK, StoreError, WireError
 from diloco_cli.wire.frame import Frame
 from diloco_cli.worker.engines import mixed
 from diloco_cli.worker.engines.learning_rate import RatePlan
-from diloco_cli.worker.mailbox import SET_BACK, FolderOwner, Image, Mailbox
+from diloco_cli.worker.mailbox import FolderOwner, Image, Mailbox
 from diloco_cli.worker.trainer import checkpoint
 from diloco_cli.worker.trainer.checkpoint import Checkpoint
 

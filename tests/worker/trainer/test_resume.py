@@ -10,6 +10,7 @@ import pytest
 from diloco_cli.core.lanes import Cursor
 from diloco_cli.core.unmerged_work import Totals, Work
 from diloco_cli.errors import StoreError
+from diloco_cli.system import failpoints
 from diloco_cli.worker.mailbox import FolderOwner
 from diloco_cli.worker.trainer import checkpoint
 from tests.worker.trainer.harness import again, honest, local, post, save, steps, until
@@ -218,3 +219,80 @@ def test_a_folder_of_another_region_keeps_its_optimiser_and_drops_what_was_not_m
         assert np.array_equal(local(revived, number), published)
     assert honest(revived)
     assert checkpoint.load(stage.mailbox.checkpoint).meta["region"] == "paris"
+
+
+# In a run that continues the one of the checkpoint
+
+
+def rebuild(stage, versions: list[int], merged: list[dict[str, str]]) -> None:
+    """The server was rebuilt: the agent has made the folder one of the new run."""
+    stage.versions, stage.merged = versions, merged
+    identity = FolderOwner("another owner", 1, "run-2", high=50, was=("run-1",))
+    stage.mailbox.write_identity(identity)
+    for number in range(len(versions)):
+        stage.publish(number)
+
+
+def test_what_is_held_goes_on_in_a_rebuilt_run_and_is_realigned_once(play):
+    stage, trainer = play()
+    steps(trainer, 2)
+    post(stage, trainer, 0)
+    stage.merge(0)
+    until(trainer, lambda: trainer.weights.versions[0] == 1)
+    first = stage.frame(0).digest
+    steps(trainer, 1)
+    post(stage, trainer, 0)
+    steps(trainer, 1)
+    held = [trainer.weights.held(number) for number in range(2)]
+    save(trainer)
+    rebuild(stage, [1, 0], [{"paris": first}, {}])
+    revived = again(stage, trainer)
+    book = revived.weights.books[0]
+    assert book.flight is None and book.held == Work(2 * TOKENS, 2) and book.prev == first
+    assert book.totals == Totals(trained=2 * TOKENS) and revived.weights.clock == 51
+    for number in range(2):
+        np.testing.assert_allclose(revived.weights.held(number), held[number], atol=1e-6)
+    assert checkpoint.load(stage.mailbox.checkpoint).meta["run"] == "run-2"
+    later = again(stage, revived)
+    assert later.weights.books == revived.weights.books and honest(later)
+
+
+def test_a_region_counts_what_a_server_that_was_set_back_has_lost(play):
+    stage, trainer = play()
+    steps(trainer, 2)
+    post(stage, trainer, 0)
+    stage.merge(0)
+    until(trainer, lambda: trainer.weights.versions[0] == 1)
+    steps(trainer, 1)
+    save(trainer)
+    stage.published[0] = stage.published[0] + np.float32(0.5)
+    rebuild(stage, [0, 0], [{}, {}])
+    revived = again(stage, trainer)
+    book = revived.weights.books[0]
+    assert book.version == 0 and book.held == Work(TOKENS, 1) and book.prev == ""
+    assert book.totals == Totals(trained=3 * TOKENS, discarded=2 * TOKENS) and honest(revived)
+    np.testing.assert_allclose(
+        local(revived, 0), stage.published[0] - revived.weights.held(0), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("point", ["realign.stood", "realign.saved"])
+def test_a_trainer_that_dies_while_it_realigns_stands_there_with_the_next_start(play, point):
+    stage, trainer = play()
+    steps(trainer, 3)
+    save(trainer)
+    rebuild(stage, [0, 0], [{}, {}])
+    failpoints.arm(f"{point}=error:EIO")
+    try:
+        with pytest.raises(OSError):
+            again(stage, trainer)
+    finally:
+        failpoints.disarm()
+    saved = checkpoint.load(stage.mailbox.checkpoint).meta["run"]
+    assert saved == ("run-1" if point == "realign.stood" else "run-2")
+    revived = stage.trainer()
+    try:
+        assert [book.held for book in revived.weights.books] == [Work(3 * TOKENS, 3)] * 2
+        assert honest(revived)
+    finally:
+        revived.close()
