@@ -9,9 +9,8 @@ load/        many clients and one server
 model/       a model of the whole protocol in which anything may die at any moment
 page/        the page of a very long run, and the pictures in the documentation
 poison/      regions that lie
-regions/     a region on many devices and hosts: what its step needs, and whether it survives
 rebuild/     a model of servers that are lost or set back, and of regions that realign
-regions/     a region on many devices: what its step needs of each, and whether it stays the …
+regions/     a region on many devices and hosts: what its step needs, and whether it survives
 results/     turns records of `diloco chaos` into the tables and pictures of docs/results
 trainers/    training loops of others: killed again and again, timed, and compared with one region
 """

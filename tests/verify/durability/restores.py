@@ -80,8 +80,7 @@ class Loop:
             assert run.exit_code(self.server) == 0
             self._diloco("restore", run.folder, "--dir", run.folder, "--set-back")
             self._serve(url)
-            for name in self._stopped():
-                self.workers[name] = run.work(name)
+            self._revive()
             for old in run.folder.glob("server.lost-*"):
                 shutil.rmtree(old)
         self.grow(2)
@@ -109,6 +108,19 @@ class Loop:
                 worker.last_words()
             )
         return ended
+
+    def _revive(self) -> None:
+        """Starts again whoever stops, one sooner, one later, until rounds go on with all."""
+        steps = self.run.status().outer_steps
+
+        def going_on() -> bool:
+            for name in self._stopped():
+                self.workers[name] = self.run.work(name)
+            status = self.run.status()
+            well = [it for it in status.regions if it.training]
+            return len(well) == len(REGIONS) and status.outer_steps >= steps + 2
+
+        self.run.wait_for(going_on, self.server, seconds=300)
 
     def _watch(self) -> bool:
         """Waits until rounds go on with all regions, or some have given up: says whether."""
