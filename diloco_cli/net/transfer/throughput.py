@@ -47,6 +47,9 @@ GROWTH = 4.0
 PATIENCE = 4.0
 """A body may take so many times as long as the measured rate says."""
 
+MOST_GIVEN = 64.0
+"""How many times the usual a body may take on a link so slow that none has arrived yet."""
+
 WORTH_MEASURING = 64_000
 """Bytes; what is shorter says more about latency than about rate."""
 
@@ -70,7 +73,7 @@ class Throughput:
         """Bytes moved so far, those of bodies that broke off too."""
         self._timeouts = options.timeouts
         self._grown = float(self.least)
-        self._lifetime = math.inf
+        self._lifetime, self._given = math.inf, 1.0
         self._since: float | None = None
         self._round_trip = math.inf
         self._now = now
@@ -130,6 +133,9 @@ class Throughput:
             self._grown = max(self.least, self.part() / 2)
             if slow and self.rate is not None:
                 self.rate /= 2
+            elif slow:
+                # Given up too early each time, a body would never arrive and nothing be measured.
+                self._given = min(2 * self._given, MOST_GIVEN)
 
     def lanes(self, size: int) -> int:
         """How many connections a body of this size is worth."""
@@ -149,7 +155,7 @@ class Throughput:
     def seconds(self, size: int, *, lanes: int = 1) -> float:
         """How long a body may take over one of `lanes` connections before it is given up."""
         if self.rate is None:
-            return self._timeouts.transfer(size)
+            return self._given * self._timeouts.transfer(size)
         return self._timeouts.answer + PATIENCE * size * lanes / self.rate
 
     def __str__(self) -> str:

@@ -171,3 +171,15 @@ def test_a_bucket_saves_nothing_up_while_nobody_sends(clock):
 )
 def test_what_is_missing_is_what_is_not_there(have, gaps):
     assert missing(have, 10) == gaps
+
+
+def test_a_link_on_which_nothing_arrived_in_time_gets_more_of_it(gauge, clock):
+    usual = gauge.seconds(250_000)
+    for times in (2, 4, 8):
+        clock.now += usual
+        gauge.broke(slow=True)
+        assert gauge.seconds(250_000) == pytest.approx(times * usual)
+    for _ in range(20):
+        clock.now += usual
+        gauge.broke(slow=True)
+    assert gauge.seconds(250_000) == pytest.approx(64 * usual)
