@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from diloco_cli.errors import SpecError
 from diloco_cli.net.credential_watch import CredentialWatch
 from diloco_cli.net.credentials import load_credentials
 from diloco_cli.server.access.issue import CredentialFolder, bundle
+from diloco_cli.server.access.tokens import FILE, TokenList
 from tests.cli.harness import SPEC, diloco
 
 
@@ -79,3 +81,17 @@ def test_secrets_of_a_group_are_accepted_with_a_warning(place: Path, mode, accep
     else:
         with pytest.raises(SpecError, match="read by other users"):
             load_credentials(None, token_file=token)
+
+
+def test_why_a_regions_credential_opens_nothing_is_said_with_the_way_out(place: Path):
+    now = [time.time()]
+    folder = CredentialFolder(place / "certs")
+    tokens = TokenList(place / "certs" / FILE, "tiny", clock=lambda: now[0])
+    assert tokens.trouble_of("left").startswith("it has no credential; `diloco certs issue")
+    folder.issue("upload", "left", 30, renew=False)
+    assert tokens.trouble_of("left") == ""
+    now[0] += 40 * 86400
+    assert "its credential is expired since 20" in tokens.trouble_of("left")
+    now[0] -= 40 * 86400
+    folder.revoke("upload", "left")
+    assert "its credential is revoked since 20" in tokens.trouble_of("left")
