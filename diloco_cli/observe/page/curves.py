@@ -155,7 +155,7 @@ def goodput_chart(history: Document, *, label: str) -> str:
 def traffic_chart(history: Document, *, label: str) -> str:
     """Bytes down, and up as a dashed line."""
     lines = [
-        Line(name, run_points(history, f"bytes_{name}"), style)
+        Line(name, run_points(history, f"bytes_{name}"), style, label=name)
         for name, style in (("down", ""), ("up", "dash"))
     ]
     y = reach([value for line in lines for _, value in line.points], least=0.0)

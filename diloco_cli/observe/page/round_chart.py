@@ -71,7 +71,7 @@ def round_chart(
     parts = [
         "<svg class='chart rounds' role='group' aria-label='The last rounds of every fragment' "
         f"width='100%' height='{height:.0f}'>",
-        f"<text x='0' y='{STRIP / 2 + 2:.0f}'>last {span(now - strip.begin)}</text>",
+        f"<text class='long' x='0' y='{STRIP / 2 + 2:.0f}'>last {span(now - strip.begin)}</text>",
     ]
     parts.append(_strip(rounds, fragments, strip, regions))
     parts.append(
