@@ -1,7 +1,8 @@
-"""Training loops of others: killed again and again, timed, and compared with one region.
+"""Training loops, of others too: killed again and again, timed, and compared with one region.
 
 kills.py       one run with a JAX region, a PyTorch region and one of two processes, killed often
 torch_text.py  the PyTorch region's loop, on the run's own text
+metrics_cost.py  an inner step that says its learning rate and gradient norm, and one that does not
 overhead.py    a PyTorch loop with `Region` against the same loop alone
 digits.py      four regions on a quarter of the images each against one on all of them
 """
