@@ -53,10 +53,11 @@ AVERAGE = 0.05
 AVERAGE_STEPS = 24
 """Of data parallel, from one entry of its average to the next: as often as a fragment travels."""
 
-RULES = 3
+RULES = 4
 """Version of what a cell is besides its settings: how often regions report, how a run ends, and
 the like. Cells of other rules are run again. 2: a fragment that has enough is called at once.
-3: work of many steps is shortened, and learning rates follow the run's tokens."""
+3: work of many steps is shortened, and learning rates follow the run's tokens. 4: a round with few
+members takes a step in proportion."""
 
 DECISIVE = (
     *("seed", "budget", "model", "data", "inner", "regions"),

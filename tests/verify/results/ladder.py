@@ -25,6 +25,8 @@ from typing import Any
 TUNED_ON = 101
 FACTOR = 2.0
 MOST_RATES = 6
+PLAIN_DOWN = "int8"
+"""Codec of the way down of all arms that name none; the spec's default is the one they do name."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Arm:
     regions: int
     optimizer: str = "adamw"
     down: str = ""
-    """Codec of the way down, if not the default; trained at the rate of the arm without it."""
+    """Codec of the way down, if not the plain one; trained at the rate of the arm without it."""
 
     @property
     def name(self) -> str:
@@ -119,8 +121,7 @@ class Table:
         settings: list[tuple[str, Any]] = [
             ("inner.optimizer", {"kind": arm.optimizer, "lr": rate}),
         ]
-        if arm.down:
-            settings.append(("wire.down", {"kind": arm.down}))
+        settings.append(("wire.down", {"kind": arm.down or PLAIN_DOWN}))
         cell = Cell(arm.name, arm.regions, tuple(settings))
 
         def keep(trained: Trained) -> None:
