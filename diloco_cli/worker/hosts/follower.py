@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,6 +48,8 @@ def follow(
 ) -> int:
     """Follows the lead of one generation to its end."""
     _end_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # Our supervisor says when it is time.
     set_up(cores)
     connection = connect(place.address, inherited(), seconds=CONNECT_SECONDS)
     hello = HostHello(

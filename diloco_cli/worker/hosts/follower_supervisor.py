@@ -25,7 +25,13 @@ from diloco_cli.errors import DilocoError, LinkError, SpecError, StoreError, Wir
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system import logs
 from diloco_cli.system.process_end import exit_in_words
-from diloco_cli.system.wakeup import Wakeup, exit_at_once, stop_on_signals, wake_on_input
+from diloco_cli.system.wakeup import (
+    LAST_MOMENT,
+    Wakeup,
+    exit_at_once,
+    stop_on_signals,
+    wake_on_input,
+)
 from diloco_cli.worker.agent.trainer_process import TrainerProcess
 from diloco_cli.worker.hosts.connection import ConnectionClosed, HostConnection, connect
 from diloco_cli.worker.hosts.listener import HostHello
@@ -177,6 +183,10 @@ class FollowerSupervisor:
         )
         while follower.code is None and not gone.is_set() and not self._wakeup.stop_reason:
             self._pause(1.0)
+        # Launchers tell all hosts at once to stop: the lead still needs us for what it saves.
+        deadline = time.monotonic() + LAST_MOMENT
+        while follower.code is None and not gone.is_set() and time.monotonic() < deadline:
+            self._pause(0.2)
         if follower.code is None and gone.is_set():
             deadline = time.monotonic() + END_SECONDS
             while follower.code is None and time.monotonic() < deadline:

@@ -85,8 +85,9 @@ class TwoHosts:
     def move(self, mesh: dict[str, int], hosts: int) -> None:
         """Stops the region in order and has it go on with another mesh on so many hosts."""
         run = self.run
+        for process in [*self._processes("host 0"), *self._processes("host 1")]:
+            process.terminate()  # All of them at once, as a launcher would.
         for process in (self.first, self.second):
-            os.kill(process.pid, signal.SIGTERM)
             if code := run.exit_code(process, seconds=self._patience):
                 raise Broken(f"exit code {code}: {process.last_words()}")
         data = resolved(run.spec)
