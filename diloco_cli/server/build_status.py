@@ -40,6 +40,8 @@ from diloco_cli.wire.messages import Amendment, Heartbeat
 
 MOST_RETIRED_SHOWN = 64
 """Retired regions that a status document shows, the last ones."""
+TRAINING = "training"
+"""What a trainer says that nothing holds up."""
 MOST_AMENDMENTS = 64
 """That a status document shows, the newest; `GET /v1/amendments` lists all."""
 
@@ -391,13 +393,15 @@ def _region_why(coordinator: Coordinator, name: str, lease: Lease | None) -> str
         return "joined, no report yet"
     if (conduct := state.ledger.conduct.get(name)) and conduct.quarantined:
         return conduct.why
-    if heartbeat.why:
-        return heartbeat.why
+    told = "" if heartbeat.why == TRAINING else heartbeat.why
+    if told and not heartbeat.training:
+        return told
     owed = [str(f) for f in state.ledger.calls() if name not in state.ledger.slots[f].waiting]
     asked = f"asked for fragment {', '.join(owed)}" if owed else ""
-    if slow := _slow_line(coordinator, heartbeat):
-        return "; ".join(filter(None, (slow, asked)))
-    return asked or ("training" if heartbeat.training else "not training")
+    slow = _slow_line(coordinator, heartbeat)
+    if slow or told:
+        return "; ".join(filter(None, (slow, told, asked if slow else "")))
+    return asked or (TRAINING if heartbeat.training else "not training")
 
 
 def _slow_line(coordinator: Coordinator, heartbeat: Heartbeat) -> str:

@@ -137,7 +137,8 @@ def why(bench: Bench, name: str) -> str:
 async def test_a_slow_line_is_said_with_its_rate_its_frame_and_the_time_it_takes(tmp_path):
     bench = await joined(tmp_path)
     await bench.round(0)
-    said = {"training": True, "step_seconds": 0.5, "link_down": 2.0, "link_up": 1e6}
+    said = {"training": True, "why": "training", "step_seconds": 0.5}
+    said |= {"link_down": 2.0, "link_up": 1e6}
     await bench.beat("iowa", **said)
     told = why(bench, "iowa")
     assert told.startswith("slow line: 2 B/s down, a frame of ") and " up" not in told

@@ -245,8 +245,9 @@ class SyncThreads:
             # An earlier trainer may have read another text than we have joined with.
             if told and progress.reading and progress.reading.order.digest != told.order:
                 fields["reading"] = None
-        told = (fields["why"], self.remark, self._link.hindrance)
-        fields["why"] = "; ".join(filter(None, told))[:LONGEST_WHY]
+        if beside := [text for text in (self.remark, self._link.hindrance) if text]:
+            own = [] if fields["training"] else [fields["why"]]
+            fields["why"] = "; ".join(filter(None, [*own, *beside]))[:LONGEST_WHY]
         return Heartbeat(
             **fields,
             restarts=self.restarts,
