@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import tarfile
 import time
 from pathlib import Path
@@ -95,3 +97,19 @@ def test_why_a_regions_credential_opens_nothing_is_said_with_the_way_out(place: 
     now[0] -= 40 * 86400
     folder.revoke("upload", "left")
     assert "its credential is revoked since 20" in tokens.trouble_of("left")
+
+
+@pytest.mark.parametrize("script", ["start-server.sh", "start-left.sh"])
+def test_a_start_script_without_diloco_says_so_and_runs_nothing(tmp_path: Path, capsys, script):
+    assert diloco(capsys, "init", tmp_path / "new", "--regions", "left,right")[0] == 0
+    (tmp_path / "bin").mkdir()
+    for name in ("dirname", "sh"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
+    done = subprocess.run(
+        [tmp_path / "new" / script, "http://127.0.0.1:1"],
+        env={"PATH": str(tmp_path / "bin")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "not on the PATH" in done.stderr
+    assert "make install in a clone" in done.stderr and "not found" not in done.stderr

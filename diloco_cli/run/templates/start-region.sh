@@ -17,7 +17,7 @@ if [ -z "${DILOCO_SERVER:-}" ]; then
 fi
 if ! command -v diloco >/dev/null 2>&1; then
     echo "error: the command diloco is not on the PATH of this host" >&2
-    echo "hint: install it (`make install` in a clone of its repository) and activate its .venv" >&2
+    echo "hint: install it (make install in a clone of its repository) and activate its .venv" >&2
     exit 2
 fi
 case "$DILOCO_SERVER" in
