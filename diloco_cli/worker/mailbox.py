@@ -246,6 +246,10 @@ class Mailbox:
         with self.locked(TRAINER_LOCK, seconds=CLEAR_SECONDS):
             _remove((self.folder / "outbox").iterdir())
 
+    def forget_news(self) -> None:
+        """Removes what may be lost at any time: reports, news and answers."""
+        _remove((self.progress_file, self.calls_file, *(self.folder / "fate").iterdir()))
+
     def outbox_file(self, fragment: int) -> Path:
         return self.folder / "outbox" / f"{fragment}.frame"
 

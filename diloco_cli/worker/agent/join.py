@@ -98,6 +98,8 @@ class RegionJoin:
             f"the server's disk was lost and its run rebuilt: {self.region} goes over from run "
             f"{self.identity.run} to {about.run} with what it holds"
         )
+        # Before the identity: what was reported and heard of the old run is not of the new one.
+        self._keep(self.mailbox.forget_news)
         known = {*self.identity.was, self.identity.run}
         was = tuple(run for run in about.continues if run in known)
         new = {"run": about.run, "was": was, "owner": secrets.token_hex(8), "boot": 1, "high": -1}

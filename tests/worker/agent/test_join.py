@@ -154,6 +154,27 @@ def test_beginning_anew_that_was_interrupted_is_repeated(door, counter, mailbox,
     assert again.is_replaced(counter.connect().run())
 
 
+def test_a_folder_of_a_run_that_is_continued_goes_over_with_all_but_reports_and_news(
+    door, counter, mailbox
+):
+    mailbox.write_identity(FolderOwner("me", 4, "run-0", high=9))
+    mailbox.write_image(0, Image(6, {}, "", np.zeros(SIZE, np.float32), "run-0"))
+    mailbox.post(0, b"a frame of the old run")
+    for file in (mailbox.checkpoint, mailbox.progress_file, mailbox.calls_file):
+        file.write_bytes(b"of the old run")
+    door.boot()
+    about = counter.connect().run().model_copy(update={"continues": ("run-a", "run-0")})
+    assert door.is_continued(about) and not door.is_replaced(about)
+    door.go_over(about)
+    owner = mailbox.identity()
+    assert (owner.run, owner.was, owner.boot, owner.high) == ("run-1", ("run-0",), 1, -1)
+    assert owner.owner != "me" and not door.is_continued(about)
+    assert mailbox.checkpoint.exists() and mailbox.outbox_file(0).exists()
+    # The server's own check holds the versions of a report against its newest.
+    assert not mailbox.progress_file.exists() and not mailbox.calls_file.exists()
+    door.join(counter.connect(), "run-1", wait=0)  # Weights of the old run are no hindrance.
+
+
 def test_a_server_older_than_our_images_is_refused(door, counter, mailbox):
     mailbox.write_image(0, Image(4, {}, "", np.zeros(SIZE, np.float32)))
     door.boot()
