@@ -3,7 +3,7 @@ lifecycle.py.
 
     access/          Who may do what
     build_status.py  how is the run? The document that `GET /v1/status` answers, and the …
-    history.py       keeps the history of the run: a sample every second, on disk every minute
+    history.py       keeps the history of the run: two samples a second, on disk every minute
     http/            HTTP in, HTTP out
     intake/          A contribution on its way in
     lifecycle.py     the server's life: open, listen, serve, say goodbye
