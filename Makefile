@@ -85,6 +85,7 @@ harness: .venv/.stamp-test       ## lm-eval on an exported model, offline
 
 trainers: .venv/.stamp-test      ## loops of others: 20 SIGKILLs, the cost of the API, digits in four regions and in one
 	$(BIN)/python -m tests.verify.trainers.kills --kills 20
+	$(BIN)/python -m tests.verify.trainers.kills --kills 20 --regions jax,torch,torchrun
 	$(BIN)/python -m tests.verify.trainers.overhead
 	$(BIN)/python -m tests.verify.trainers.metrics_cost
 	$(BIN)/python -m tests.verify.trainers.digits

@@ -108,6 +108,8 @@ prepare(preparation(Path(sys.argv[1]), Path(sys.argv[2]), flush_every=every), re
 """
 
 
+# Two processes that import everything: seconds of work, minutes where sixty others want the cores.
+@pytest.mark.timeout(900)
 def test_killed_and_resumed_it_makes_the_same_bytes(texts: Path, tmp_path: Path):
     whole = prepare(what(texts, tmp_path / "whole"))
     out = tmp_path / "killed"

@@ -1,7 +1,7 @@
 """One run with regions of every make, killed again and again until its budget is trained.
 
     python -m tests.verify.trainers.kills --kills 20
-    python -m tests.verify.trainers.kills --kills 0 --regions jax,jax-2,jax-3 --seed 2
+    python -m tests.verify.trainers.kills --kills 0 --regions jax,jax-2,jax-3 --seeds 2
 
 Trainers, agents and the processes that follow are killed in turn, at random moments. At the end
 the books must balance to the token, and a replay must give every version to the bit. With
