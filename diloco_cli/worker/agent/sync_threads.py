@@ -301,7 +301,8 @@ class SyncThreads:
                 return self._give_up(error)
             except (LinkError, WireError, Gone, OSError) as error:
                 failures += 1
-                self._is_away(name, error)
+                if not isinstance(error, Gone):  # A newer version is there instead.
+                    self._is_away(name, error)
                 self.closed.wait(PATIENT.pause(failures, chance=random.random()))
             except DilocoError as error:
                 return self._give_up(error)
