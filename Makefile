@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: install demo check test lint model dst killloop host-kills amendments powercut load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs site clean
+.PHONY: install demo check test lint model dst killloop host-kills amendments powercut restores load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs site clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -63,6 +63,9 @@ amendments: .venv/.stamp-test    ## 50 amendments of a run under load, 20 SIGKIL
 
 powercut: .venv/.stamp-test      ## 200 power cuts of a server's disk; needs root
 	nice -n 10 $(BIN)/python -m tests.verify.durability.powercut --cuts 200
+
+restores: .venv/.stamp-test      ## 50 copies of a server under load brought back, its regions ahead of most
+	nice -n 10 $(BIN)/python -m tests.verify.durability.restores --restores 50
 
 load: .venv/.stamp-test          ## 256 clients for ten minutes: uploads a second, the server's memory
 	$(BIN)/python -m tests.verify.load.many --clients 256 --seconds 600 --json build/load.json
