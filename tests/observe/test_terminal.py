@@ -186,7 +186,7 @@ def test_trouble_is_shown_wherever_the_run_is_shown(state):
     alarm = "! runs/x needs 67 free bytes and has 3."
     assert alarm in drawn(status_view(troubled))
     assert alarm in plain_line(troubled)
-    assert f"role='alert'><p>{alarm.removeprefix('! ')}" in page(troubled)
+    assert f"role='alert'><p>▲ {alarm.removeprefix('! ')}" in page(troubled)
 
 
 def test_figures_are_not_wrapped_in_a_window_of_80_columns():
@@ -211,7 +211,7 @@ def test_the_share_of_the_time_leads_and_what_is_merely_kept_is_not_called_goodp
         assert shares == sorted(shares)
         assert "goodput 100%" not in words and "100%" in words[shares[-1] :]
     shown = page(changed(goodput=1.0))
-    assert shown.index("went into useful steps") < shown.index("kept of what was trained")
+    assert shown.index("went into useful steps") < shown.index("of it kept")
     assert "<h2>Goodput</h2><b class='big'>100%" not in shown
 
 
