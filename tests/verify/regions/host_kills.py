@@ -26,6 +26,7 @@ from tests.verify.regions.two_hosts import (
     DEVICES,
     FOLLOWER_POINTS,
     LEAD_POINTS,
+    SHARDED,
     SURVIVED,
     Broken,
     TwoHosts,
@@ -34,7 +35,9 @@ from tests.verify.regions.two_hosts import (
 )
 
 CHUNK = 10
-POINTS = [*LEAD_POINTS, *FOLLOWER_POINTS]
+POINTS = {0: [point for point in (*LEAD_POINTS, *FOLLOWER_POINTS) if point != "save.sent"]}
+POINTS[1] = ["save.sent"]
+"""By run: every other one, from the second on, has sharded checkpoints and no file of its own."""
 
 
 def kill_at_every_failpoint(hosts: TwoHosts, points: list[str]) -> list[dict[str, Any]]:
@@ -65,10 +68,12 @@ def kill_at_random(hosts: TwoHosts, kills: int, seed: int) -> list[dict[str, Any
     return done
 
 
-def one_run(folder: Path, kills: int, seed: int, points: list[str]) -> dict[str, Any]:
-    with two_hosts(folder, patience=600.0) as hosts:
+def one_run(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    right = {"checkpoint": SHARDED} if seed % 2 else None
+    with two_hosts(folder, patience=600.0, right=right) as hosts:
         hosts.until_it_steps()
-        done = kill_at_every_failpoint(hosts, points) + kill_at_random(hosts, kills, seed)
+        done = kill_at_every_failpoint(hosts, POINTS.get(seed, []))
+        done += kill_at_random(hosts, kills, seed)
         return {"seed": seed, "kills": done, "books": hosts.stop(), "load": os.getloadavg()[1]}
 
 
@@ -104,7 +109,7 @@ def main(kills: int, results: Path) -> int:
         seed, number = len(chunks), min(CHUNK, kills - len(chunks) * CHUNK)
         with tempfile.TemporaryDirectory() as place:
             try:
-                chunk = one_run(Path(place), number, seed, [] if chunks else POINTS)
+                chunk = one_run(Path(place), number, seed)
             except Broken as error:
                 _say(f"broken, seed {seed}: {error}")
                 return 1
