@@ -301,3 +301,19 @@ async def test_a_region_that_lost_its_disk_begins_new_books(tmp_path):
     summary = build_summary(bench.server)
     assert summary.state == "finished" and summary.balanced is True
     assert summary.tokens and summary.tokens.trained == summary.tokens.applied == 6 * 192
+
+
+@in_a_loop
+async def test_a_finished_run_is_served_for_members_that_have_not_heard_of_it(tmp_path):
+    bench = await ended(tmp_path)
+    bench.server.late_leases = 30
+    await drain(bench, *NAMES)
+    while not bench.state.ledger.finished:
+        bench.clock.now += 1
+        bench.server.tick()
+    bench.clock.now += 25  # Nobody said goodbye, and all are silent.
+    bench.server.tick()
+    assert not bench.server.done.is_set()
+    bench.clock.now += 300
+    bench.server.tick()
+    assert bench.server.done.is_set()
