@@ -1,5 +1,6 @@
 """The tests mirror the package; `tests/verify` holds the long verification programs.
 
+conftest.py         what every test runs under
 reference_pages.py  writes docs/reference from the code (`make docs`)
 site_pages.py       what a site of docs/ needs that a repository does not
 bench/        benchmarks measure what they say, on small models

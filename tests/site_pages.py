@@ -17,7 +17,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 def on_config(config: Any) -> Any:
     """Lists the pages, and names headings as repositories do, so that one link works in both."""
-    from pymdownx.slugs import slugify
+    from pymdownx.slugs import slugify  # pyright: ignore[reportMissingImports]  # extra `site`
 
     config["nav"] = contents(Path(config["docs_dir"]))
     config["mdx_configs"].setdefault("toc", {})["slugify"] = slugify(case="lower")

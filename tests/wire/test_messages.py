@@ -201,6 +201,8 @@ def test_other_peoples_errors_are_told_apart(body):
 def test_routes_that_servers_match_are_the_paths_that_clients_build():
     from starlette.routing import compile_path
 
+    import diloco_cli.server.http.asgi  # noqa: F401  # It registers the kinds of a path's parts.
+
     for pattern, path, said in [
         (messages.JOIN, messages.join_path("eu"), {"region": "eu"}),
         (messages.HEARTBEAT, messages.heartbeat_path("eu"), {"region": "eu"}),

@@ -118,7 +118,7 @@ def test_averages_that_were_lost_are_said_and_the_rate_rises_again(region):
     assert rate.at(10 * REWARM + REWARM // 2) == pytest.approx(full / 2, rel=0.02)
     assert rate.at(11 * REWARM + 1) == pytest.approx(full)
     steps(revived, 1)
-    assert revived.weights.stepper.place_now() == 10 * REWARM + 1
+    assert revived.weights.stepper.place_now() == 10 * REWARM + 2, "one above what was decided"
     saved(revived)
     last = again(stage, revived)  # And a restart in the middle of the rise goes on with it.
     assert last.task.rate == rate and noted(stage).count("rises again") == 1
