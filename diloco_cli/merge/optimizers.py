@@ -51,7 +51,7 @@ class Nesterov:
 
     ema: AverageShare | None = None
     """Keep an average of the published weights over this share of the rounds so far, for
-    `pull --ema`; 0.05 is a good one. Costs 4 bytes a parameter on the server's disk."""
+    `pull --ema`; 0.05 is a good one. Costs 4 bytes per parameter on the server's disk."""
 
     proportional: bool = True
     """Step in proportion where only some of the live regions take part; false: a whole step."""
@@ -114,7 +114,7 @@ class Adam:
     """Adam: m ← β₁m + (1−β₁)Δ, v ← β₂v + (1−β₂)Δ², θ ← θ − lr·m̂ ÷ (√v̂ + ε).
 
     Every weight moves by about `lr` in a round, however long the pseudo-gradients are. Costs 4
-    bytes a parameter more than `nesterov` on the server. A drain round is a step along Δ ÷ (√v̂ +
+    bytes per parameter more than `nesterov` on the server. A drain round is a step along Δ ÷ (√v̂ +
     ε), and leaves m and v as they are. Few members move the weights in proportion.
     """
 

@@ -83,13 +83,17 @@ def time_goodput(efforts: Sequence[Effort], elapsed: float) -> float | None:
 def token_goodput(efforts: Sequence[Effort], elapsed: float) -> float | None:
     """Says which share of the tokens that a run without faults trains was applied.
 
-    A region whose pace is not known yet counts as fast as the others on average.
+    A region whose pace is not known yet counts as fast as the others on average. Whatever it was,
+    without faults a region trains no less than it did: a pace from a few slow first steps, on a
+    busy machine, would make the share of a short run larger than the whole.
     """
     paces = [effort.pace for effort in efforts if effort.pace > 0]
     if not paces:
         return None
     usual = sum(paces) / len(paces)
-    fault_free = sum((effort.pace or usual) * effort.time_of(elapsed) for effort in efforts)
+    fault_free = sum(
+        max((effort.pace or usual) * effort.time_of(elapsed), effort.applied) for effort in efforts
+    )
     if fault_free <= 0:
         return None
     return _finite(sum(effort.applied for effort in efforts) / fault_free)

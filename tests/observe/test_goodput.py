@@ -61,3 +61,9 @@ def test_the_example_in_the_docs_is_right():
         "tokens": 93,
         "participation": 88,
     }
+
+
+def test_a_pace_from_slow_first_steps_makes_no_share_larger_than_the_whole():
+    hurried = Effort(worked=5, trained=100, useful=100, applied=100, pace=2)
+    slow = Effort(worked=5, trained=10, useful=10, applied=10, pace=2)
+    assert token_goodput([hurried, slow], 10) == pytest.approx(110 / (100 + 20))

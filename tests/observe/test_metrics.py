@@ -182,8 +182,8 @@ def test_claims_that_do_not_count_are_a_warning_with_the_command_that_helps():
     ]
 
 
-def test_a_pace_that_no_machine_has_leaves_a_share_unknown_and_breaks_nothing():
+def test_figures_that_no_machine_has_break_nothing():
     slow = Effort(worked=1.0, trained=1.0, useful=1.0, applied=1e9, pace=5e-324)
-    assert goodputs([slow], elapsed=1.0, contributions=1, chances=1).tokens is None
+    assert goodputs([slow], elapsed=1.0, contributions=1, chances=1).tokens == 1.0
     long = Effort(worked=1e308, trained=1e-9, useful=1e9, applied=1.0, pace=1.0)
     assert goodputs([long], elapsed=1.0, contributions=1, chances=1).time is None
