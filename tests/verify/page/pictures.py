@@ -74,9 +74,9 @@ def page_of(browser: Any, folder: Path) -> None:
 def report_of(browser: Any, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as beside:
         file = Path(beside) / "report.html"
-        subprocess.run(
-            (*DILOCO, "report", str(folder), "--out", str(file), "--sample", PROMPT), check=True
-        )
+        # By its name alone: the report says where the run lies as it was asked for.
+        asked = ("report", folder.name, "--out", str(file), "--sample", PROMPT)
+        subprocess.run((*DILOCO, *asked), check=True, cwd=folder.parent)
         for width, colours in ((1440, "light"), (390, "dark")):
             take(browser, file.as_uri(), "report", width, colours)
 
