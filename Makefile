@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: install demo check test lint model dst killloop host-kills amendments powercut restores load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs site clean
+.PHONY: install demo check test long lint model dst killloop host-kills amendments powercut restores load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs site clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -32,7 +32,10 @@ check: lint                      ## lint and every quick test: for the time betw
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not live" --ignore tests/verify --ignore tests/bench
 
 test: .venv/.stamp-test          ## everything CI checks, on two cores in minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
+
+long: .venv/.stamp-test          ## the live tests that take longest, which `make test` leaves out
+	$(BIN)/python -m pytest -m long
 
 lint: .venv/.stamp-test          ## style, types, layers
 	$(BIN)/ruff check .

@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from diloco_cli.bench.recovery import GOAL_SECONDS, figures
 
 
+@pytest.mark.long
 def test_a_killed_trainer_is_timed_from_its_death_to_the_next_step():
     command = "bench recovery --kills 1 --model smoke --format json"
     done = subprocess.run(

@@ -107,6 +107,7 @@ def test_regions_follow_by_themselves_and_the_books_balance(live):
     assert found.lines and all(line.made for line in found.lines)
 
 
+@pytest.mark.long
 def test_a_finished_run_is_opened_again_while_an_agent_is_still_there(live):
     run = live(
         *({"name": name} for name in NAMES),

@@ -70,7 +70,7 @@ def test_a_server_long_away_and_one_that_comes_back_older(live):
     server = run.serve()
     assert run.exit_code(agent) == 5
     assert "is the newest version here" in str(agent.last_words())
-    assert "Restore the newest copy" in str(agent.last_words())
+    assert "--set-back" in str(agent.last_words()), "the command that heals it"
     assert run.trainers() == []
     # Started again, it says the same.
     again = run.work("paris")

@@ -126,6 +126,7 @@ def test_a_schedule_is_inflicted_survived_and_can_be_inflicted_again(rough_in):
     assert [fault["time"] for fault in record["faults"]] == [fault.time for fault in plan]
 
 
+@pytest.mark.long
 def test_who_is_stopped_meanwhile_leaves_nobody_behind_paused_or_not(rough_in):
     rough = rough_in(SECONDS=1000, PAUSE=900)
     rough.until(lambda: "pause" in rough.faults())

@@ -157,6 +157,7 @@ def test_whatever_is_killed_the_same_command_finishes_the_run(run_in):
     assert (run.folder / "summary.json").read_bytes() == summary_before
 
 
+@pytest.mark.long
 def test_a_start_that_trained_nothing_takes_a_corrected_spec(run_in):
     run = run_in(10_000)
     spec = run.place / "run.yaml"
@@ -172,6 +173,7 @@ def test_a_start_that_trained_nothing_takes_a_corrected_spec(run_in):
     assert len(run.summary()["fragments"]) == 3
 
 
+@pytest.mark.long
 def test_a_region_joins_late_another_leaves_and_the_weights_are_there_for_all(run_in, tmp_path):
     run = run_in(10**9, "--regions", "left,right")
     running = run.run()

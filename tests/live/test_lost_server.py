@@ -72,6 +72,7 @@ def test_a_server_whose_journal_is_gone_acknowledges_nothing_and_says_so(live):
     assert run.exit_code(again) == 5 and "journal is missing" in again.last_words().message
 
 
+@pytest.mark.long
 def test_a_worker_whose_folder_is_deleted_says_so_and_joins_as_another_owner(live):
     run = live({"name": "paris"})
     server, agent = run.serve(), run.work("paris")

@@ -23,6 +23,7 @@ def with_mesh(live: Live, mesh: dict[str, int], **inner: object) -> None:
     live.file = write_resolved(RunSpec.model_validate(data), folder)
 
 
+@pytest.mark.long
 def test_a_region_that_comes_back_on_another_mesh_goes_on(live, monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     run = live({"name": "left", "speed": 0.2}, {"name": "right"}, sync={"fragments": 2, "every": 8})

@@ -187,7 +187,9 @@ class Host:
         """Puts this machine's clock, port and chance where the server looks for the real ones."""
         fixed = {
             (lifecycle, "time"): SimpleNamespace(monotonic=self.loop.time),
-            (lifecycle, "bind"): lambda listen, prefer=0: SimpleNamespace(close=lambda: None),
+            (lifecycle, "bind"): lambda listen, prefer=0: SimpleNamespace(
+                close=lambda: None, getsockname=lambda: ("server", 1)
+            ),
             (lifecycle, "url_of"): lambda taken, scheme: f"{scheme}://server:1",
             (lifecycle, "refuse_open"): lambda taken, certificates: None,
             (lifecycle, "TlsListener"): partial(Listener, self),

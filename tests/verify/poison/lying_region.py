@@ -62,6 +62,8 @@ def make_spec(regions: int, rounds: int, *, agreement: float = 0.0, **merge: Any
                 "grace": {"kind": "fixed", "seconds": 5.0},
             },
             "server": {"lease": 1e5, "guard": {"agreement": agreement}},
+            # Whole steps: otherwise those without the liar are shorter until it is in quarantine.
+            "outer": {"kind": "nesterov", "proportional": False},
             "wire": {"up": {"kind": "fp32"}},
             **({"merge": merge} if merge else {}),
         }
