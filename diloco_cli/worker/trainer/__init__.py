@@ -9,7 +9,7 @@ checkpoint.py         the local checkpoint, and when the next one is due
 sharded_checkpoint.py the checkpoints of a region on many devices, each device's part apart
 resume.py             what a trainer goes on from when it starts
 progress.py           what a trainer reports of itself: pace, loss, startup times
-profiling.py          a trace of some steps, for whoever asks
+step_profiler.py      a trace of some steps, for whoever asks
 evaluation.py         the held-out loss of the published weights
 schedule_place.py     where in the learning-rate schedule is the run?
 pacing.py             when may the next inner step begin?

@@ -57,10 +57,10 @@ from diloco_cli.worker.trainer.lanes import LaneFollower
 from diloco_cli.worker.trainer.mail import LOOK_SECONDS, Inbox, MailThread, OutgoingFrame
 from diloco_cli.worker.trainer.pacing import pacing_of
 from diloco_cli.worker.trainer.parent_watch import ALONE_SECONDS, ParentWatch, take_over_stdout
-from diloco_cli.worker.trainer.profiling import StepProfiler
 from diloco_cli.worker.trainer.progress import ProgressReport, StartupTimes
 from diloco_cli.worker.trainer.resume import RegionPlace, ResumePoint, resume
 from diloco_cli.worker.trainer.schedule_place import SchedulePlace
+from diloco_cli.worker.trainer.step_profiler import StepProfiler
 from diloco_cli.worker.trainer.task import RegionTask, Task, prepare, set_up
 from diloco_cli.worker.trainer.weights_and_books import TrainedWeights, WeightsAndBooks
 
