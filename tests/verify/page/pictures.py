@@ -72,13 +72,13 @@ def page_of(browser: Any, folder: Path) -> None:
 
 
 def report_of(browser: Any, folder: Path) -> None:
-    with tempfile.TemporaryDirectory() as beside:
-        file = Path(beside) / "report.html"
-        # By its name alone: the report says where the run lies as it was asked for.
-        asked = ("report", folder.name, "--out", str(file), "--sample", PROMPT)
-        subprocess.run((*DILOCO, *asked), check=True, cwd=folder.parent)
-        for width, colours in ((1440, "light"), (390, "dark")):
-            take(browser, file.as_uri(), "report", width, colours)
+    # By names alone: the report says how it was asked for.
+    file = folder.parent / "report.html"
+    asked = ("report", folder.name, "--out", file.name, "--sample", PROMPT)
+    subprocess.run((*DILOCO, *asked), check=True, cwd=folder.parent)
+    for width, colours in ((1440, "light"), (390, "dark")):
+        take(browser, file.resolve().as_uri(), "report", width, colours)
+    file.unlink()
 
 
 def cut_for_readme() -> None:
