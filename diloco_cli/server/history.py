@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,7 +36,7 @@ class HistoryRecorder:
         self.history = History(fragments)
         self._path, self._note = folder / NAME, note
         self._coordinator: Coordinator | None = None
-        self._lock = threading.Lock()
+        self._writing: asyncio.Task[None] | None = None
         try:
             self.history.load(self._path.read_bytes())
         except FileNotFoundError:
@@ -57,13 +56,12 @@ class HistoryRecorder:
         """Samples until it is cancelled."""
         state = coordinator.state
         self._coordinator = coordinator
-        kept, writing = state.clock(), None
+        kept = state.clock()
         while True:
             self.sample(coordinator)
-            if state.clock() - kept >= KEEP_SECONDS and (writing is None or writing.done()):
-                # The copy is made here, where nothing changes meanwhile; a disk may be slow.
-                copy = self.history.snapshot()
-                writing = asyncio.create_task(asyncio.to_thread(self._write, copy))
+            is_written = self._writing is None or self._writing.done()
+            if state.clock() - kept >= KEEP_SECONDS and is_written:
+                self._writing = asyncio.create_task(self._write_beside())
                 kept = state.clock()
             await asyncio.sleep(SAMPLE_SECONDS)
 
@@ -76,13 +74,19 @@ class HistoryRecorder:
                 versions = [progress.version for progress in lease.heartbeat.fragments]
                 self.history.rounds.adopted(region, versions, at)
 
-    def keep(self) -> None:
-        """Writes the file; a full disk costs the picture of a minute."""
-        self._write(self.history.snapshot())
+    async def keep(self) -> None:
+        """Writes the file, after a write that is on its way: nobody waits for a lock meanwhile."""
+        if self._writing:
+            await self._writing
+        await self._write_beside()
+
+    async def _write_beside(self) -> None:
+        # The copy is made here, where nothing changes meanwhile; a disk may be slow.
+        await asyncio.to_thread(self._write, self.history.snapshot())
 
     def _write(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """A full disk costs the picture of a minute."""
         try:
-            with self._lock:
-                keep_bytes(self._path, packed(arrays))
+            keep_bytes(self._path, packed(arrays))
         except OSError as error:
             log.warning(f"{self._path}: {error}; the curves are not kept")

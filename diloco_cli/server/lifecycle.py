@@ -173,7 +173,8 @@ async def _serve(
         _greet(coordinator, url, time.monotonic() - began, elsewhere)
         await _until_done(coordinator, listener)
         recorder.sample(coordinator)
-        recorder.keep()
+        recording.cancel()  # It must not begin another write beside the last one.
+        await recorder.keep()
         return await _shut_down(coordinator, app, folder)
     finally:
         for task in filter(None, (recording, watching)):

@@ -1,5 +1,6 @@
 """The recorder looks on: a missing file is silent, a damaged one is said, the curves go on."""
 
+import asyncio
 import logging
 
 from diloco_cli.server.history import NAME, HistoryRecorder
@@ -22,7 +23,7 @@ async def test_curves_and_rounds_are_kept_and_go_on_after_a_restart(tmp_path, ca
         recorder.note(kind, **fields)
     assert passed_on == [kind for kind, _ in bench.noted]
     recorder.sample(bench.server)
-    recorder.keep()
+    await recorder.keep()
     [told] = recorder.history.rounds.after(0)
     assert told["members"] == ["paris", "tokyo"] and told["published"] is not None
 
@@ -43,5 +44,5 @@ def test_a_damaged_file_is_said_and_costs_only_the_curves(tmp_path, caplog):
 
 def test_a_disk_that_takes_nothing_costs_the_picture_and_no_more(tmp_path, caplog):
     recorder = HistoryRecorder(tmp_path / "gone", 2, lambda kind, **fields: None)
-    recorder.keep()
+    asyncio.run(recorder.keep())
     assert any("not kept" in each for each in warnings(caplog))
