@@ -161,7 +161,9 @@ class Audit:
         near = region not in setting.far and setting.sync.staleness >= 2
         # An amendment may ask for rounds that leave a slow region out for long.
         calm = setting.calm and not setting.wishes
-        return calm and (setting.sync.alpha == 1 or near)
+        # Frames that contradict their own books are refused, and their region is in quarantine.
+        honest = region not in setting.unbalanced
+        return calm and honest and (setting.sync.alpha == 1 or near)
 
     def same_again(self, before: State | None, now: State) -> None:
         if self.world.setting.unreadable == 0:
