@@ -33,7 +33,7 @@ LARGEST = 2 << 30
 
 
 @dataclass(frozen=True)
-class _SmallCorpus:
+class SmallCorpus:
     """What the kinds have in common."""
 
     files: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -126,7 +126,7 @@ class _SmallCorpus:
 
 @datasets.register("jsonl")
 @dataclass(frozen=True)
-class JsonLines(_SmallCorpus):
+class JsonLines(SmallCorpus):
     """JSON lines (.jsonl, also .gz and .zst), tokenized at the first start; for small corpora."""
 
     form = "jsonl"
@@ -134,7 +134,7 @@ class JsonLines(_SmallCorpus):
 
 @datasets.register("parquet")
 @dataclass(frozen=True)
-class ParquetFiles(_SmallCorpus):
+class ParquetFiles(SmallCorpus):
     """Parquet files, tokenized at the first start; for small corpora."""
 
     form = "parquet"

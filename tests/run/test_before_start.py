@@ -14,6 +14,7 @@ from diloco_cli.cli.app import app
 from diloco_cli.errors import SpecError
 from diloco_cli.run.doctor.before_start import accelerators, before_start, refuse_unready
 from tests.cli.harness import SPEC, diloco
+from tests.data.corpora import write_tokenizer
 
 
 def write_spec(folder: Path, data: str, name: str = "run.yaml") -> Path:
@@ -94,6 +95,38 @@ def test_json_lines_as_text_are_warned_of(tmp_path):
     spec = write_spec(tmp_path, f"files: ['{tmp_path}/corpus/*']")
     (warning,) = looked(spec, tmp_path / "none")
     assert "a.jsonl is read as it is" in warning and "kind: jsonl" in warning
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"\x01\x02\0\x03" * 10_000, "looks like a binary file. It is trained on byte by byte"),
+        ("Alles Gute. ".encode("utf-16") * 4_000, "looks like text in UTF-16. Convert it: `iconv"),
+    ],
+)
+def test_bytes_that_hardly_are_text_are_warned_of(tmp_path, content, said):
+    write_corpus(tmp_path / "corpus", {f"{number}.txt": 40_000 for number in range(4)})
+    (tmp_path / "corpus" / "z.dat").write_bytes(content)
+    spec = write_spec(tmp_path, f"files: ['{tmp_path}/corpus/*'], heldout: 0.2")
+    (warning,) = looked(spec, tmp_path / "none")
+    assert f"z.dat {said}" in warning
+
+
+@pytest.mark.parametrize(
+    "line, more, said",
+    [
+        ('{"text": "a', "", "c.jsonl, line 3: not JSON"),
+        ('{"text": "a"}', ", field: words", "no field 'words'"),
+    ],
+)
+def test_json_lines_are_sampled_before_anything_is_started(tmp_path, capsys, line, more, said):
+    (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n' + f"{line}\n" * 50)
+    write_tokenizer(tmp_path, name="t.json")
+    text = SPEC.replace("heads: 2", "heads: 2, vocabulary: 320")
+    data = f"{{kind: jsonl, files: [c.jsonl], tokenizer: {{kind: hf, file: t.json}}{more}}}"
+    (tmp_path / "run.yaml").write_text(text.replace("{kind: python-source}", data))
+    code, _, told = diloco(capsys, "run", tmp_path / "run.yaml")
+    assert code == 2 and said in told and not (tmp_path / "runs").exists()
 
 
 def test_a_disk_without_the_reserve_is_refused_unless_the_run_has_begun(tmp_path):

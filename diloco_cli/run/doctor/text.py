@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from diloco_cli.data import NamesHeldout, datasets
+from diloco_cli.data.first_bytes import HINTS, LOOKED_AT, kind_of
 from diloco_cli.data.heldout import HeldoutText
+from diloco_cli.data.small_corpora import SmallCorpus
+from diloco_cli.data.sources import TextSource, documents
 from diloco_cli.errors import DilocoError
 from diloco_cli.observe.units import percent
 from diloco_cli.run.doctor.host import Check
@@ -19,6 +23,8 @@ FEW = 3
 LINES = (".jsonl", ".ndjson")
 READ_AT_ONCE = ("text", "tokens")
 """Kinds whose held-out part is known without reading all of the text."""
+SAMPLED = 64
+"""Files that are opened, and documents that are read of each: all of them would take minutes."""
 
 
 def text(spec: RunSpec, regions: Iterable[str]) -> Iterator[Check]:
@@ -38,6 +44,8 @@ def _text(kind: str, data: dict[str, object], name: str) -> Iterator[Check]:
     try:
         dataset = datasets.build(data)
         files = dataset.find()
+        if isinstance(dataset, SmallCorpus):
+            _sample(files, dataset.field)
         heldout = None
         if kind in READ_AT_ONCE and isinstance(dataset, NamesHeldout):
             heldout = dataset.held_out()
@@ -48,6 +56,8 @@ def _text(kind: str, data: dict[str, object], name: str) -> Iterator[Check]:
         return
     if kind == "text" and (lines := [path for path in files if path.suffix in LINES]):
         yield _as_text(lines[0])
+    if kind == "text":
+        yield from _hardly_text(files)
     if heldout and (file := _dominant(heldout)):
         yield Check(
             "held out",
@@ -57,6 +67,24 @@ def _text(kind: str, data: dict[str, object], name: str) -> Iterator[Check]:
         )
     what = f"{len(files)} file{'s' * (len(files) != 1)}" if kind == "text" else f"kind {kind}"
     yield Check("data", "ok", f"{what}{own}; held out: {heldout.extent}" if heldout else what + own)
+
+
+def _sample(files: Sequence[Path], field: str) -> None:
+    """Reads the first documents of some files; raises what reading all of them would."""
+    for path in files[:SAMPLED]:
+        for _ in islice(documents(TextSource.of(path), field), SAMPLED):
+            pass
+
+
+def _hardly_text(files: Sequence[Path]) -> Iterator[Check]:
+    """Bytes are trained on whatever they are, but hardly anybody means these."""
+    for path in files[:SAMPLED]:
+        with path.open("rb") as file:
+            what = kind_of(file.read(LOOKED_AT), strict=True)
+        if what:
+            fix = "It is trained on byte by byte; leave it out unless that is meant."
+            yield Check("data", "warn", f"{path.name} looks like {what}", HINTS.get(what, fix))
+            return
 
 
 def _as_text(path: Path) -> Check:
