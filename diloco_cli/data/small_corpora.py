@@ -23,7 +23,7 @@ from diloco_cli.data.patterns import matching_files
 from diloco_cli.data.prepare import Preparation, prepare
 from diloco_cli.data.protocol import datasets
 from diloco_cli.data.sources import Form, TextSource
-from diloco_cli.data.text import Lanes, build_tokenizer, meaning_of, spelled_out
+from diloco_cli.data.text import Lanes, Tokenized, build_tokenizer
 from diloco_cli.data.tokens import PreparedTokens
 from diloco_cli.errors import RegistryError, SpecError
 from diloco_cli.observe.units import bytes_
@@ -33,7 +33,7 @@ LARGEST = 2 << 30
 
 
 @dataclass(frozen=True)
-class SmallCorpus:
+class SmallCorpus(Tokenized):
     """What the kinds have in common."""
 
     files: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -68,15 +68,7 @@ class SmallCorpus:
                 "documents.",
                 key="tokenizer.kind",
             )
-        object.__setattr__(self, "tokenizer", spelled_out(self.tokenizer))
-
-    @property
-    def vocabulary(self) -> int:
-        return build_tokenizer(self.tokenizer).vocabulary
-
-    @property
-    def tokenizer_digest(self) -> str | None:
-        return meaning_of(self.tokenizer)
+        super().__post_init__()
 
     def find(self) -> list[Path]:
         found = matching_files(self.files)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,9 +43,42 @@ class Bytes:
         return np.fromfile(path, np.uint8)
 
 
+class Tokenized:
+    """What a dataset says of its tokenizer."""
+
+    tokenizer: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokenizer", spelled_out(self.tokenizer))
+
+    @property
+    def vocabulary(self) -> int:
+        return build_tokenizer(self.tokenizer).vocabulary
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        return meaning_of(self.tokenizer)
+
+
+class _TextFiles(Tokenized, ABC):
+    """Files that are tokenized as they are read."""
+
+    heldout: float
+
+    @abstractmethod
+    def find(self) -> list[Path]: ...
+
+    def open(self, seed: int, batch: int, sequence: int) -> Stream:
+        return _open(self, seed, batch, sequence)
+
+    def held_out(self) -> HeldoutText:
+        paths = self.find()
+        return HeldoutText.of_files(paths, _shares_apart(paths, self.heldout))
+
+
 @datasets.register("text")
 @dataclass(frozen=True)
-class Text:
+class Text(_TextFiles):
     """Text files, by path or pattern, relative to the spec's folder."""
 
     files: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -58,34 +92,16 @@ class Text:
     """Parts of the text that change hands when regions come and go, one reader each; at least as
     many as there will ever be regions."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokenizer", spelled_out(self.tokenizer))
-
-    @property
-    def vocabulary(self) -> int:
-        return build_tokenizer(self.tokenizer).vocabulary
-
-    @property
-    def tokenizer_digest(self) -> str | None:
-        return meaning_of(self.tokenizer)
-
     def find(self) -> list[Path]:
         found = matching_files(self.files)
         for path in found:
             refuse_other_kinds(path)
         return found
 
-    def open(self, seed: int, batch: int, sequence: int) -> Stream:
-        return _open(self, seed, batch, sequence)
-
-    def held_out(self) -> HeldoutText:
-        paths = self.find()
-        return HeldoutText.of_files(paths, _shares_apart(paths, self.heldout))
-
 
 @datasets.register("python-source")
 @dataclass(frozen=True)
-class PythonSource:
+class PythonSource(_TextFiles):
     """The standard library of the Python that runs this: real text on every machine."""
 
     tokenizer: dict[str, Any] = field(default_factory=lambda: {"kind": "bytes"})
@@ -99,17 +115,6 @@ class PythonSource:
     """Parts of the text that change hands when regions come and go, one reader each; at least as
     many as there will ever be regions."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokenizer", spelled_out(self.tokenizer))
-
-    @property
-    def vocabulary(self) -> int:
-        return build_tokenizer(self.tokenizer).vocabulary
-
-    @property
-    def tokenizer_digest(self) -> str | None:
-        return meaning_of(self.tokenizer)
-
     def find(self) -> list[Path]:
         folder = Path(sysconfig.get_path("stdlib"))
         found: list[Path] = []
@@ -122,13 +127,6 @@ class PythonSource:
             f"data: {folder} holds no Python sources.",
             hint="This Python came without the sources of its library; use `kind: text`.",
         )
-
-    def open(self, seed: int, batch: int, sequence: int) -> Stream:
-        return _open(self, seed, batch, sequence)
-
-    def held_out(self) -> HeldoutText:
-        paths = self.find()
-        return HeldoutText.of_files(paths, _shares_apart(paths, self.heldout))
 
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"}
@@ -163,10 +161,10 @@ def spelled_out(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": asked["kind"], **options}
 
 
-def _open(dataset: Text | PythonSource, seed: int, batch: int, sequence: int) -> Stream:
+def _open(dataset: _TextFiles, seed: int, batch: int, sequence: int) -> Stream:
     tokenizer = build_tokenizer(dataset.tokenizer)
     training, apart = (Corpus(part) for part in _split(dataset.find(), tokenizer, dataset.heldout))
-    settings = {"dataset": type(dataset).__name__, **asdict(dataset)}
+    settings = {"dataset": type(dataset).__name__, **asdict(cast(Any, dataset))}
     lanes = settings.pop("lanes")
     if "digest" in dataset.tokenizer:  # It says more than where the file lies.
         settings["tokenizer"] = {**dataset.tokenizer, "file": None}

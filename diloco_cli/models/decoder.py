@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -169,8 +168,7 @@ class Decoder(Transformer):
     def balance_weight(self) -> float:
         return 0.01 if self.balance is None else self.balance
 
-    @cached_property
-    def shape(self) -> Shape:
+    def _shape(self) -> Shape:
         """Fills in from `size` whatever was left out."""
         named = SIZES[self.size]
         width = self.width or named.width

@@ -7,7 +7,6 @@ Every part is normed before and after, scores are not scaled, the embedding is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
@@ -150,8 +149,7 @@ class Gemma4(Transformer):
     def penalty(self) -> float:
         return self.z_loss
 
-    @cached_property
-    def shape(self) -> Shape:
+    def _shape(self) -> Shape:
         """Fills in from `size` whatever was left out."""
         named = GEMMA_SIZES[self.size]
         width, heads = self.width or named.width, self.heads or named.heads

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ class Shape(NamedTuple):
         return self.attention[layer % len(self.attention)]
 
 
-class Transformer:
+class Transformer(ABC):
     """A model that follows from its shape."""
 
     @property
@@ -106,7 +107,10 @@ class Transformer:
 
     @cached_property
     def shape(self) -> Shape:
-        raise NotImplementedError
+        return self._shape()
+
+    @abstractmethod
+    def _shape(self) -> Shape: ...
 
     @property
     def depth(self) -> int:

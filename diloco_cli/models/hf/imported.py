@@ -64,8 +64,7 @@ class Imported(Transformer):
             )
         return built
 
-    @cached_property
-    def shape(self) -> Shape:
+    def _shape(self) -> Shape:
         return self._described.shape
 
     @property

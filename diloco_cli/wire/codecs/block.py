@@ -15,6 +15,7 @@ the bit.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -90,9 +91,9 @@ class Nibbles(InPlace):
             padded[:rest] = values[full * self.block :]
             refuse_block(values, self._pack(padded, body, full, rows, rest), self.block)
 
+    @abstractmethod
     def _pack(self, values: np.ndarray, body: np.ndarray, start: int, rows: int, count: int) -> int:
         """Writes whole blocks of `count` values each; answers as the kernels do."""
-        raise NotImplementedError
 
     def read(self, body: np.ndarray, values: np.ndarray) -> None:
         kernels, block = _kernels(), self.block

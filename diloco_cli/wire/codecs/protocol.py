@@ -21,6 +21,7 @@ your own is as fast as ours if it has the same methods.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -61,19 +62,19 @@ class NotFinite(WireError):
         self.index = index
 
 
-class InPlace:
+class InPlace(ABC):
     """A codec that fills arrays it is given: contiguous float32 values, uint8 bodies."""
 
-    def body_size(self, size: int) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def body_size(self, size: int) -> int: ...
 
+    @abstractmethod
     def write(self, values: np.ndarray, body: np.ndarray) -> None:
         """Fills the body; raises NotFinite at the first NaN or infinity."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, body: np.ndarray, values: np.ndarray) -> None:
         """Fills the values; raises WireError on a body no encoder writes."""
-        raise NotImplementedError
 
     def add(self, body: np.ndarray, sums: np.ndarray, weight: float) -> None:
         """Adds `weight` times each decoded value to sums of float64 or float32.

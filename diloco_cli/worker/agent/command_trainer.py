@@ -20,17 +20,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from diloco_cli.errors import SpecError
-from diloco_cli.system.process_end import LastWords, last_words
 from diloco_cli.system.wakeup import write_wakeup
-from diloco_cli.worker.agent.trainer_process import end_trainer, open_fifos, open_process
+from diloco_cli.worker.agent.trainer_process import (
+    StartedProcess,
+    end_trainer,
+    open_fifos,
+    open_process,
+)
 from diloco_cli.worker.handover import HandoverRecord
 from diloco_cli.worker.mailbox import Mailbox
 
 LOOK_SECONDS = 0.2
 
 
-class CommandTrainer:
-    """The same methods as `TrainerProcess`."""
+class CommandTrainer(StartedProcess):
+    """Started in a process group of its own; linked once somebody below it has joined."""
 
     def __init__(
         self,
@@ -66,19 +70,7 @@ class CommandTrainer:
                 ) from None
         self._process = open_process(self._child.pid)
         self._fifos: tuple[int, int] | None = None
-        self._lock = threading.Lock()
-        self._on_output, self._on_end = on_output, on_end
-        self._thread = threading.Thread(target=self._listen, name="trainer", daemon=True)
-        self._thread.start()
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
-    def code(self) -> int | None:
-        """How it ended, negative for a signal; None while it runs."""
-        return self._child.poll()
+        self._begin(on_output, on_end)
 
     def wake(self) -> None:
         with self._lock:
@@ -97,12 +89,6 @@ class CommandTrainer:
         """Ends it and all it has started; may be called from a signal handler."""
         with contextlib.suppress(OSError):
             os.killpg(self._child.pid, signal.SIGKILL)
-
-    def wait(self, seconds: float) -> None:
-        self._thread.join(seconds)
-
-    def last_words(self) -> LastWords:
-        return last_words(self._log, since=self._log_start)
 
     def _listen(self) -> None:
         while self._child.poll() is None:

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -32,8 +33,55 @@ LOOK_SECONDS = 0.5
 LONGEST_PAUSE = 30.0
 
 
-class TrainerProcess:
-    """A trainer that this agent started."""
+class StartedProcess(ABC):
+    """A trainer that this agent started, its log, and a thread that waits for its end."""
+
+    _child: subprocess.Popen[bytes]
+    _log: Path
+    _log_start: int
+
+    def _begin(self, on_output: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._on_output, self._on_end = on_output, on_end
+        self._thread = threading.Thread(target=self._listen, name="trainer", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def code(self) -> int | None:
+        """How it ended, negative for a signal; None while it runs."""
+        return self._child.poll()
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Says that there is mail."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Asks it to checkpoint and leave."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Ends it at once; may be called from a signal handler, so it does not wait."""
+
+    def wait(self, seconds: float) -> None:
+        """Waits until it is gone and its pipes are closed."""
+        self._thread.join(seconds)
+
+    def last_words(self) -> LastWords:
+        """Quotes the reason it gave for ending, and its hint."""
+        return last_words(self._log, since=self._log_start)
+
+    @abstractmethod
+    def _listen(self) -> None:
+        """Passes on what it says, and its end."""
+
+
+class TrainerProcess(StartedProcess):
+    """The built-in trainer: pipes wake both sides."""
 
     def __init__(
         self,
@@ -61,43 +109,20 @@ class TrainerProcess:
         assert self._child.stdin and self._child.stdout
         self._input = self._child.stdin.fileno()
         os.set_blocking(self._input, False)
-        self._lock = threading.Lock()
-        self._on_output, self._on_end = on_output, on_end
-        self._thread = threading.Thread(target=self._listen, name="trainer", daemon=True)
-        self._thread.start()
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
-    def code(self) -> int | None:
-        """How it ended, negative for a signal; None while it runs."""
-        return self._child.poll()
+        self._begin(on_output, on_end)
 
     def wake(self) -> None:
-        """Says that there is mail."""
         with self._lock:
             if self._child.stdin and not self._child.stdin.closed:
                 write_wakeup(self._input, "mail")
 
     def stop(self) -> None:
-        """Asks it to checkpoint and leave."""
         if self._child.poll() is None:
             self._child.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it at once; may be called from a signal handler, so it does not wait."""
         if self._child.poll() is None:
             self._child.kill()
-
-    def wait(self, seconds: float) -> None:
-        """Waits until it is gone and its pipes are closed."""
-        self._thread.join(seconds)
-
-    def last_words(self) -> LastWords:
-        """Quotes the reason it gave for ending, and its hint."""
-        return last_words(self._log, since=self._log_start)
 
     def _listen(self) -> None:
         stdout = self._child.stdout
