@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: install demo check test long lint model dst killloop host-kills amendments powercut restores load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs site clean
+.PHONY: install demo check test long lint model dst killloop host-kills amendments powercut restores realign-kills load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs site clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -67,8 +67,11 @@ amendments: .venv/.stamp-test    ## 50 amendments of a run under load, 20 SIGKIL
 powercut: .venv/.stamp-test      ## 200 power cuts of a server's disk; needs root
 	nice -n 10 $(BIN)/python -m tests.verify.durability.powercut --cuts 200
 
-restores: .venv/.stamp-test      ## 50 copies of a server under load brought back, its regions ahead of most
-	nice -n 10 $(BIN)/python -m tests.verify.durability.restores --restores 50
+restores: .venv/.stamp-test      ## 50 copies of a server under load brought back, its regions ahead of most; goes on where it stopped
+	nice -n 10 $(BIN)/python -m tests.verify.durability.restores --restores 50 --results build/restores.jsonl
+
+realign-kills: .venv/.stamp-test ## 20 servers lost or set back, a SIGKILL at every step of going on; goes on where it stopped
+	nice -n 10 $(BIN)/python -m tests.verify.rebuild.kills --losses 20 --results build/realign-kills.jsonl
 
 load: .venv/.stamp-test          ## 256 clients for ten minutes: uploads a second, the server's memory
 	$(BIN)/python -m tests.verify.load.many --clients 256 --seconds 600 --json build/load.json

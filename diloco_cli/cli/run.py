@@ -322,7 +322,7 @@ def work(
         credentials=credentials,
         leave=leave,
         hosts=FirstHost(place, secret) if place else None,
-        failpoint=failpoint if place else "",
+        failpoint=failpoint,
         look=look,
         renewed=partial(for_region, spec, name, certs) if from_files else None,
     )

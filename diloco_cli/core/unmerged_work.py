@@ -95,6 +95,8 @@ class Book:
     totals: Totals = field(default_factory=Totals)
     merges: Merges = ()
     """This region's merged frames up to `prev`; empty while it knows of that one alone."""
+    lost: float = 0.0
+    """Of the discarded: tokens that went with the server whose run this one continues."""
 
     @property
     def fresh(self) -> Work:
@@ -272,7 +274,7 @@ def realign(book: Book, version: int, merged: str, alpha: float) -> tuple[Book, 
     lost = book.totals.discarded - before.totals.discarded
     book = renamed(book)
     totals = replace(book.totals, trained=book.totals.trained + lost, discarded=lost)
-    return replace(book, totals=totals), mix
+    return replace(book, totals=totals, lost=lost), mix
 
 
 def renamed(book: Book) -> Book:
@@ -283,7 +285,7 @@ def renamed(book: Book) -> Book:
     """
     began = book.totals.applied
     merges = tuple((digest, applied - began) for digest, applied in book.merges)
-    return replace(book, totals=Totals(trained=book.pending), merges=merges)
+    return replace(book, totals=Totals(trained=book.pending), merges=merges, lost=0.0)
 
 
 def moved(book: Book, version: int, merged: str) -> Book:

@@ -117,6 +117,17 @@ class StartStatus(StatusDocument):
     """`fresh` or `keep`."""
 
 
+class RebuiltStatus(StatusDocument):
+    """A run that goes on from what was left of one whose server was lost or set back."""
+
+    continues: tuple[str, ...]
+    """Ids of the runs before, oldest first."""
+    lost: float
+    """Tokens that had been merged and are lost with the last of them, as regions say."""
+    awaited: tuple[str, ...]
+    """Members that have not come yet: what they lost is not in the sum."""
+
+
 class FragmentStatus(StatusDocument):
     fragment: int
     version: int
@@ -268,6 +279,7 @@ class Status(StatusDocument):
     texts: tuple[TextStatus, ...] = ()
     """What members read, each text once."""
     start: StartStatus | None = None
+    rebuilt: RebuiltStatus | None = None
     reachable: bool = True
     """False in a copy that is shown while the server does not answer."""
 
@@ -320,6 +332,7 @@ class Summary(StatusDocument):
     spec_digest: str = ""
     layout_digest: str = ""
     start: StartStatus | None = None
+    rebuilt: RebuiltStatus | None = None
 
     @property
     def ended(self) -> bool:

@@ -21,7 +21,14 @@ from rich.text import Text
 from diloco_cli.observe.history import Curves
 from diloco_cli.observe.metrics import per_device, standing_in_words, warnings
 from diloco_cli.observe.seen_run import SeenRun
-from diloco_cli.observe.status import Goodputs, RegionStatus, RunTokens, StartStatus, Status
+from diloco_cli.observe.status import (
+    Goodputs,
+    RebuiltStatus,
+    RegionStatus,
+    RunTokens,
+    StartStatus,
+    Status,
+)
 from diloco_cli.observe.text_charts import lane, span_of, sparkline
 from diloco_cli.observe.units import amount, bits, loss, percent, seconds
 from diloco_cli.wire.messages import Amendment
@@ -224,8 +231,9 @@ def _figures(status: Status) -> list[str]:
         *given_up(tokens),
     ]
     began = [f"began with {began_with(status.start)}"] if status.start else []
+    rebuilt = [continues(status.rebuilt)] if status.rebuilt else []
     who = [words] if (words := standing_in_words(status)) else []
-    lines = (facts, shares, moved, began, who)
+    lines = (facts, shares, moved, began, rebuilt, who)
     return [" · ".join(line) for line in lines if line]
 
 
@@ -380,6 +388,15 @@ def _reason(region: RegionStatus) -> str:
 def began_with(start: StartStatus) -> str:
     momentum = ", and its momentum" if start.momentum == "keep" else ""
     return f"{start.source}{momentum}, digest {start.weights[:12]}"
+
+
+def continues(rebuilt: RebuiltStatus) -> str:
+    """Says what a run goes on from, and what went with the server before."""
+    lost = f"{amount(rebuilt.lost)} merged tokens lost with it" if rebuilt.lost else "nothing lost"
+    words = f"continues run {rebuilt.continues[-1]}, whose server was lost or set back: {lost}"
+    if rebuilt.awaited:
+        words += f", without {', '.join(map(isolated, rebuilt.awaited))}, not back yet"
+    return words
 
 
 def goodputs_in_words(goodputs: Goodputs) -> str:

@@ -25,6 +25,7 @@ from diloco_cli.observe.status_view import (
     UNAPPLIED,
     UNLIMITED,
     began_with,
+    continues,
     given_up,
     goodputs_in_words,
     plain_line,
@@ -111,6 +112,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("on the wire", f"{up}, {down} bits per parameter"))
     if summary.start:
         rows.append(("began with", began_with(summary.start)))
+    if summary.rebuilt:
+        rows.append(("rebuilt", continues(summary.rebuilt)))
     return [
         *rows,
         ("wall time", seconds(summary.wall_seconds)),

@@ -24,6 +24,7 @@ from diloco_cli.observe.status import (
     Goodputs,
     HostStatus,
     LossStatus,
+    RebuiltStatus,
     RegionStatus,
     RegionSummary,
     RunTokens,
@@ -84,7 +85,7 @@ def build_status(coordinator: Coordinator, url: str) -> Status:
         parameters=sum(state.settings.sizes),
         quorum=state.sync.quorum,
         texts=_texts(ledger),
-        **_start(coordinator),
+        **_origin(coordinator),
     )
 
 
@@ -145,7 +146,7 @@ def build_summary(coordinator: Coordinator) -> Summary:
         },
         spec_digest=state.settings.spec_digest,
         layout_digest=state.settings.layout.digest,
-        **_start(coordinator),
+        **_origin(coordinator),
     )
 
 
@@ -161,18 +162,27 @@ def _overshoot(coordinator: Coordinator) -> str:
     )
 
 
-class _StartKey(TypedDict, total=False):
+class _OriginKeys(TypedDict, total=False):
     start: StartStatus
+    rebuilt: RebuiltStatus
 
 
-def _start(coordinator: Coordinator) -> _StartKey:
-    """What the run began with; a run that made its own weights has no such key."""
-    begun = coordinator.state.ledger.begun
-    if begun is None:
-        return {}
-    return {
-        "start": StartStatus(source=begun.source, weights=begun.weights, momentum=begun.momentum)
-    }
+def _origin(coordinator: Coordinator) -> _OriginKeys:
+    """What the run began with and goes on from; one that made its own weights has no such keys."""
+    ledger, keys = coordinator.state.ledger, _OriginKeys()
+    if begun := ledger.begun:
+        keys["start"] = StartStatus(
+            source=begun.source, weights=begun.weights, momentum=begun.momentum
+        )
+    if ledger.continues:
+        keys["rebuilt"] = RebuiltStatus(
+            continues=tuple(ledger.continues),
+            lost=round(coordinator.state.totals.lost_with_server(), 1),
+            awaited=tuple(
+                sorted(name for name in ledger.members if not ledger.regions[name].owner)
+            ),
+        )
+    return keys
 
 
 def _goodputs(coordinator: Coordinator) -> Goodputs:

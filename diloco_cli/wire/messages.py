@@ -386,6 +386,8 @@ class TrainerProgress(Request):
     """Between inner steps, by mail, new versions and waiting for them, since the region began."""
     lost: Amount = 0.0
     """Tokens trained and lost with a trainer that died, since the region began."""
+    lost_with_server: Amount = 0.0
+    """Of the discarded: what was merged in versions that went with the last server's disk."""
     pace: Annotated[float, Field(strict=True, ge=0)] = 0.0
     """Tokens per second when nothing is wrong."""
     why: Text = ""

@@ -248,7 +248,8 @@ def test_two_histories_stop_a_rebuild_and_both_are_shown(capsys, folder, tmp_pat
         capsys, "restore", "--from-regions", left, right, "--dir", tmp_path / "new", "--yes"
     )
     assert code == 5 and "two versions 2 of fragment 0" in said
-    assert ": left\n" in said and ": right" in said and not (tmp_path / "new").exists()
+    assert all(f"{name}, which last had news at 20" in said for name in ("left", "right"))
+    assert "give the folders of that one only" in said and not (tmp_path / "new").exists()
 
 
 def test_a_server_that_was_set_back_declares_the_loss_where_it_is(capsys, folder):

@@ -294,6 +294,7 @@ def test_a_region_stands_on_a_rebuilt_version_with_what_it_holds(book, merged, h
     assert (new.held.tokens, new.totals.discarded, done) == (held, lost, mix)
     assert new.flight is None and new.prev == merged and new.version == 1
     assert new.totals.applied == 0 and unmerged_work.account(new) == 0
+    assert new.lost == lost and unmerged_work.renamed(new).lost == 0
 
 
 def test_a_region_that_is_set_back_twice_knows_what_was_lost_each_time():

@@ -7,11 +7,16 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
-from diloco_cli.launch.roles import serve_role
+from diloco_cli.assemble import resolve
+from diloco_cli.errors import DilocoError
+from diloco_cli.launch.roles import serve_role, work_role
+from diloco_cli.net.client import Client
 from diloco_cli.observe.events import read_events
+from diloco_cli.wire.frame import open_frame
 from diloco_cli.worker.mailbox import Mailbox
 from tests.cli.harness import diloco
 from tests.live.processes import Live
@@ -26,9 +31,13 @@ def realigned(run: Live) -> list[dict]:
 
 def test_a_run_goes_on_from_its_regions_when_the_servers_disk_is_destroyed(live, capsys):
     run = live({"name": "paris"}, {"name": "tokyo"})
-    server, *workers = run.serve(), run.work("paris"), run.work("tokyo")
-    run.wait_for(lambda: run.status().outer_steps >= 6, server, *workers)
-    before = run.status()
+    server, tokyo = run.serve(), run.work("tokyo")
+    role = work_role(run.file, run.folder, "paris", url=run.address["url"], cores=())
+    # Dies when it has gone over: its folder is of the new run, what is in it of the old.
+    paris = run.start(replace(role, argv=(*role.argv, "--failpoint", "realign.named=kill")))
+    sent = Mailbox(run.folder / "regions" / "tokyo").outbox_file(0)
+    run.wait_for(lambda: run.status().outer_steps >= 6 and sent.exists(), server, paris, tokyo)
+    before, late = run.status(), sent.read_bytes()
     url = run.address["url"]
     os.kill(server.pid, signal.SIGKILL)
     run.exit_code(server)
@@ -45,12 +54,22 @@ def test_a_run_goes_on_from_its_regions_when_the_servers_disk_is_destroyed(live,
     server = run.serve()
     assert run.status().run != before.run
     steps = run.status().outer_steps
+    assert run.exit_code(paris) == -signal.SIGKILL
+    workers = run.start(role), tokyo
     run.wait_for(lambda: len(realigned(run)) == 2, server, *workers)
+    frame = open_frame(late).header
+    for named in (before.run, ""):  # A late copy of what was sent to the lost server.
+        with Client(url, run=named) as client, pytest.raises(DilocoError):
+            client.submit(0, "tokyo", frame.base, frame.clock, late, epoch=1)
     run.wait_for(lambda: run.status().outer_steps >= steps + 6, server, *workers)
     seconds = time.monotonic() - lost_at
     after = run.status()
     print(f"down for {seconds:.1f} s; realigned: {realigned(run)}")
     assert after.tokens.applied > before.tokens.applied * 0.5
+    assert after.rebuilt and after.rebuilt.continues == (before.run,) and not after.rebuilt.awaited
+    sizes = [fragment.size for fragment in resolve(run.spec).layout.fragments]
+    lost = sum(size * each["lost"][n] for each in realigned(run) for n, size in enumerate(sizes))
+    assert after.rebuilt.lost == pytest.approx(lost / sum(sizes), abs=0.1)
     for worker in workers:
         worker.ask()
         assert run.exit_code(worker) == 0

@@ -61,6 +61,17 @@ def drawn(view, width):
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_rebuilt_run_says_what_went_with_its_server():
+    def said(**rebuilt):
+        status = status_of(rebuilt={"continues": ("aa", "bb"), **rebuilt})
+        return drawn(status_view(status), 300)
+
+    before = "continues run bb, whose server was lost or set back: "
+    assert f"{before}nothing lost\n" in said(lost=0.0, awaited=())
+    words = f"{before}34.9k merged tokens lost with it, without left, not back yet\n"
+    assert words in said(lost=34_944.0, awaited=("left",))
+
+
 def test_a_curve_has_the_letters_there_is_room_for_and_gaps_stay_gaps():
     assert sparkline([0.0, 1.0, 2.0, 3.0], 4) == "▁▃▆█"
     assert sparkline([None, 1.0, None, 3.0], 8) == "▁ █"

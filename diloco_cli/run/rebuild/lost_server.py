@@ -239,14 +239,27 @@ def _choose(
         )
     if isinstance(chosen, OtherWeights):
         lines = "\n".join(
-            f"  {digest}: {', '.join(holders)}" for digest, holders in chosen.holders.items()
+            f"  {digest[:12]}: {_place(holder, regions)}"
+            for digest, holders in chosen.holders.items()
+            for holder in holders
         )
         raise StoreError(
             f"There are two versions {chosen.version} of fragment {number}:\n{lines}",
-            hint="Each is from another history. Decide which one goes on, and leave out the "
-            "folders that hold the other.",
+            hint="Each is from another history, as when a server was set back and went on. "
+            "Decide which one goes on and give the folders of that one only: the other regions "
+            "go over to it by themselves, and count what is lost.",
         )
     return chosen
+
+
+def _place(holder: str, regions: Sequence[RegionFolder]) -> str:
+    """Whose version it is, and how fresh: what people need to decide between two."""
+    for region in regions:
+        if region.name == holder:
+            heard = region.heard()
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(heard)) if heard else "never"
+            return f"{holder} in {region.mailbox.folder}, which last had news at {at}"
+    return holder
 
 
 def _amendments(

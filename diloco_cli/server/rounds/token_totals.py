@@ -69,7 +69,7 @@ SNAPSHOT_FIELDS = (
 )
 """Sums that a snapshot keeps as they are."""
 
-REPORTED_FIELDS = ("reported", "worked", "lost", "pace")
+REPORTED_FIELDS = ("reported", "worked", "lost", "lost_with_server", "pace")
 """What an account knows from heartbeats; no snapshot keeps it, each heartbeat brings it anew."""
 
 ROUNDING = 1e-9
@@ -118,11 +118,14 @@ class RegionTotals:
     """Seconds in inner steps, as the region says."""
     lost: float = 0.0
     """Tokens trained and lost with a trainer that died, as the region says."""
+    lost_with_server: float = 0.0
+    """Tokens merged in versions that went with the last server's disk, as the region says."""
     pace: float = 0.0
 
     def update_from_heartbeat(self, heartbeat: Heartbeat) -> None:
         self.reported, self.worked = heartbeat.tokens, heartbeat.worked
         self.lost, self.pace = heartbeat.lost, heartbeat.pace
+        self.lost_with_server = heartbeat.lost_with_server
 
     @property
     def trained(self) -> float:
@@ -422,6 +425,10 @@ class RunTotals:
     def lost(self, region: str) -> float:
         """Tokens that the region trained and lost with trainers that died."""
         return sum(each.lost for (name, _), each in self.accounts.items() if name == region)
+
+    def lost_with_server(self) -> float:
+        """Tokens merged in versions that went with the last server's disk, as regions say."""
+        return sum(account.lost_with_server for account in self.accounts.values())
 
     def applied(self, region: str) -> float:
         """Tokens of the region that are merged and count, averaged with the fragments' sizes."""

@@ -58,7 +58,7 @@ class ProgressReport:
             since=since,
             versions=weights.versions,
             held=[book.held.tokens for book in weights.books],
-            lost=[book.totals.discarded for book in weights.books],
+            lost=[book.lost for book in weights.books],
         )
 
     def resume(self, before: TrainerProgress, weights: WeightsAndBooks) -> None:
@@ -108,6 +108,7 @@ class ProgressReport:
             worked=round(self._worked + averages.worked, 3),
             blocked=round(self._blocked + averages.blocked, 3),
             lost=self._lost + self.newly_lost,
+            lost_with_server=weights.lost_with_server(),
             pace=self._paced or max(self._pace, averages.pace),
             why=f"{self.why}; {self.trouble}" if self.trouble else self.why,
             heldout=heldout,

@@ -238,6 +238,7 @@ def read_book(data: Mapping[str, Any]) -> Book:
         posted=data["posted"],
         totals=Totals(**data["totals"]),
         merges=tuple((digest, applied) for digest, applied in data["merges"]),
+        lost=data["lost"],
     )
 
 

@@ -216,6 +216,12 @@ class WeightsAndBooks:
             pending=tuple(max(0.0, book.pending) for book in self.books),
         )
 
+    def lost_with_server(self) -> float:
+        """Tokens that went with the server whose run this one continues; the fragments' mean."""
+        sizes = [fragment.size for fragment in self.task.layout.fragments]
+        pairs = zip(sizes, self.books, strict=True)
+        return sum(size * max(0.0, book.lost) for size, book in pairs) / sum(sizes)
+
     def _fragment(self, number: int) -> Fragment:
         return self.task.layout.fragments[number]
 

@@ -2,14 +2,17 @@
 
     python -m tests.verify.durability.restores --restores 50 --results build/restores.jsonl
 
-Two regions train while copies are made at random moments. Again and again the server is killed,
-its folder moved away and one of the copies brought back. Regions that have seen newer versions
-than the copy stop with exit code 5 and name the command that declares the loss; it is run as they
-say, and they are started again. Every time
+Two regions train while `diloco backup --every 1s` runs. Again and again, at random moments, the
+server is killed, its folder destroyed and one of the copies brought back, the newest or an older
+one. Regions that have seen newer versions than the copy stop with exit code 5 and name two
+commands, of which one is run as they say: `--set-back`, or `--from-regions --and COPY`; then they
+are started again. Every time
 
     the copy replays to the same bits before and after it is brought back
     every token has its fate once the run goes on
-    rounds go on
+    rounds go on with both regions
+
+FILE has one line for each restore that went well, and a second call does what is left.
 """
 
 from __future__ import annotations
@@ -24,14 +27,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diloco_cli.launch.subprocesses import LocalProcess
-from diloco_cli.run.copies import back_up
+from diloco_cli.worker.agent.trainer_process import end_trainer
+from diloco_cli.worker.mailbox import Mailbox
 from tests.live.processes import Live
 
 REGIONS = ("paris", "tokyo")
+SPARING = {"step_seconds": 0.03}
+"""Regions that leave the machine to what is tried: starts, copies and recoveries."""
+KEEP = 5
+WAYS = ("--set-back", "--from-regions")
 
 
 @dataclass
@@ -40,10 +50,10 @@ class Restored:
 
     age: int
     """Outer steps that were made after the copy."""
-    set_back: bool
-    """Regions were ahead of the copy, and the loss was declared."""
+    healed: str
+    """By which option, where regions were ahead of the copy; empty if they went on themselves."""
     seconds: float
-    """Until rounds went on."""
+    """From the SIGKILL until rounds went on with both regions."""
 
 
 class Loop:
@@ -52,6 +62,7 @@ class Loop:
         self.server = run.serve()
         self.workers = {name: run.work(name) for name in REGIONS}
         self.grow(2)
+        self.backup = self._start_backup()
 
     def grow(self, rounds: int) -> None:
         """Waits until so many more versions are made."""
@@ -64,31 +75,70 @@ class Loop:
         )
 
     def restore(self) -> Restored:
-        run = self.run
-        copy = back_up(run.folder, self.copies, keep=2)
-        made = run.status().outer_steps
-        self.grow(self.rng.randint(1, 4))
+        run, rng = self.run, self.rng
+        self._wait_for_copies(rng.randint(1, KEEP - 1))
+        time.sleep(rng.uniform(0.0, 2.0))  # At a random moment.
         before, url = run.status(), run.address["url"]
         os.kill(self.server.pid, signal.SIGKILL)
         run.exit_code(self.server)
         began = time.monotonic()
         shutil.rmtree(run.folder / "server")
+        assert self.backup.poll() is None, "backup has ended"
+        made = self._copies(before.run)
+        chosen = made[-1] if rng.random() < 0.5 else rng.choice(made)
+        copy = chosen.rename(self.copies / "taken")  # Or `backup` removes it meanwhile.
         self._diloco("restore", copy, "--dir", run.folder)
         self._serve(url)
-        if stopped := self._watch():
-            self.server.ask()
-            assert run.exit_code(self.server) == 0
-            self._diloco("restore", run.folder, "--dir", run.folder, "--set-back")
-            self._serve(url)
-            self._revive()
-            for old in run.folder.glob("server.lost-*"):
-                shutil.rmtree(old)
+        age = before.outer_steps - run.status().outer_steps
+        healed = self._heal(copy, url) if self._watch() else ""
+        shutil.rmtree(copy)
         self.grow(2)
         seconds = time.monotonic() - began
         run.wait_for(lambda: not any(it.unbalanced for it in run.status().regions), self.server)
-        return Restored(before.outer_steps - made, stopped, round(seconds, 1))
+        return Restored(age, healed, round(seconds, 1))
+
+    def _heal(self, copy: Path, url: str) -> str:
+        """Runs one of the commands that the regions named when they gave up."""
+        self.server.ask()
+        assert self.run.exit_code(self.server) == 0
+        home, way = self.run.folder, self.rng.choice(WAYS)
+        if way == "--set-back":
+            self._diloco("restore", home, "--dir", home, way)
+        else:
+            shutil.rmtree(home / "server")
+            named = ("--and", copy, "--dir", home, "--yes")
+            done = self._try("restore", way, home, *named)
+            if "give the folders of that one only" in done.stderr:
+                # One region was not ahead and went on with the copy: there are two histories.
+                side = home / "regions" / self.rng.choice(REGIONS)
+                done, way = self._try("restore", way, side, *named), f"{way}, one side"
+            assert done.returncode == 0, done.stderr
+        self._serve(url)
+        self._revive()
+        for old in home.glob("server.lost-*"):
+            shutil.rmtree(old)
+        return way
+
+    def _start_backup(self) -> subprocess.Popen[bytes]:
+        words = ["backup", self.run.folder, "--to", self.copies, "--every", "1s", "--keep", KEEP]
+        with open(self.run.folder / "logs" / "backup.log", "ab") as log:
+            command = [sys.executable, "-m", "diloco_cli", *map(str, words)]
+            return subprocess.Popen(command, stdout=log, stderr=log)
+
+    def _copies(self, run: str) -> list[Path]:
+        """The whole copies of the run as it is now, oldest first."""
+        if not self.copies.exists():
+            return []
+        found = sorted(path for path in self.copies.iterdir() if path.name[:1].isdigit())
+        return [path for path in found if _run_of(path) == run]
+
+    def _wait_for_copies(self, count: int) -> None:
+        run = self.run.status().run
+        self.run.wait_for(lambda: len(self._copies(run)) >= count, self.server, seconds=300)
 
     def end(self) -> None:
+        self.backup.terminate()
+        assert self.backup.wait(60) == 0
         for process in (*self.workers.values(), self.server):
             process.ask()
             assert self.run.exit_code(process, seconds=120) == 0
@@ -136,32 +186,62 @@ class Loop:
         return bool(self._stopped())
 
     def _diloco(self, *words: object) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "diloco_cli", *map(str, words)], capture_output=True, text=True
-        )
+        done = self._try(*words)
         assert done.returncode == 0, done.stderr
+
+    def _try(self, *words: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "diloco_cli", *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+
+def _run_of(copy: Path) -> str:
+    try:
+        return json.loads((copy / "server" / "run.json").read_text())["run"]
+    except OSError:  # It is being removed.
+        return ""
+
+
+def restore_again_and_again(
+    folder: Path, restores: int, seed: int, *, done: Callable[[Restored], None]
+) -> None:
+    run = Live(folder / "run", [{"name": name, "pace": 5000} for name in REGIONS], chaos=SPARING)
+    loop = None
+    try:
+        loop = Loop(run, folder / "copies", random.Random(seed))
+        for _ in range(restores):
+            done(loop.restore())
+        loop.end()
+    finally:
+        if loop:
+            loop.backup.kill()
+            loop.backup.wait()
+        run.launcher.stop(run.started, grace=0.0)
+        for name in REGIONS:  # A trainer may outlive its agent.
+            end_trainer(Mailbox(run.folder / "regions" / name))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--restores", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=None)
+    parser.add_argument("--results", type=Path, required=True)
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run = Live(Path(folder) / "run", [{"name": name, "pace": 5000} for name in REGIONS])
-        try:
-            loop = Loop(run, Path(folder) / "copies", random.Random(chosen.seed))
-            for number in range(chosen.restores):
-                restored = loop.restore()
-                print(f"{number + 1}: {restored}", flush=True)
-                if chosen.results:
-                    with open(chosen.results, "a") as file:
-                        file.write(json.dumps(asdict(restored)) + "\n")
-            loop.end()
-        finally:
-            for process in run.started:
-                process.kill()
+    results: Path = chosen.results
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Whatever was started is ended.
+    results.parent.mkdir(parents=True, exist_ok=True)
+    lines = results.read_text().splitlines() if results.exists() else []
+
+    def done(restored: Restored) -> None:
+        lines.append(json.dumps(asdict(restored)))
+        results.write_text("\n".join(lines) + "\n")
+        print(f"{len(lines)}: {restored}", flush=True)
+
+    left = chosen.restores - len(lines)
+    if left > 0:
+        with tempfile.TemporaryDirectory() as folder:
+            seed = chosen.seed * 10_000 + len(lines)
+            restore_again_and_again(Path(folder), left, seed, done=done)
+    print(Counter(json.loads(line)["healed"] or "by themselves" for line in lines))
 
 
 if __name__ == "__main__":
