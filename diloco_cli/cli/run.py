@@ -349,7 +349,7 @@ def trainer(
     from diloco_cli.run.folder import default_folder
     from diloco_cli.system import failpoints
     from diloco_cli.worker.hosts.which_host import HostPlace
-    from diloco_cli.worker.trainer.loop import train
+    from diloco_cli.worker.trainer.built_in_trainer import train
 
     failpoints.arm(failpoint)
     place = HostPlace(0, hosts, coordinator) if hosts and coordinator else None

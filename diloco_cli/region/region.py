@@ -48,10 +48,10 @@ from diloco_cli.worker.engines.rows_engine import (
 )
 from diloco_cli.worker.handover import OWN_TRAINER, HandoverRecord
 from diloco_cli.worker.mailbox import STARTING, TRAINER_LOCK, AgentReady, FolderOwner, Mailbox
+from diloco_cli.worker.trainer.checkpoints.resume import ResumePoint
 from diloco_cli.worker.trainer.loop import OuterLoop
 from diloco_cli.worker.trainer.parent_watch import ParentWatch
 from diloco_cli.worker.trainer.progress import StartupTimes
-from diloco_cli.worker.trainer.resume import ResumePoint
 from diloco_cli.worker.trainer.task import RegionTask, limit_cores
 from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
 

@@ -53,6 +53,11 @@ class Wakeup:
         self.wake()
         return True
 
+    def pause(self, seconds: float) -> None:
+        """Waits for a wake-up and takes it: the caller looks for itself next."""
+        if self.wait(seconds):
+            self.clear()
+
 
 class Signals:
     """Counts the signals that ask a command to stop; use as a context manager.
@@ -78,8 +83,7 @@ class Signals:
 
     def pause(self, seconds: float) -> None:
         """Sleeps until a signal comes, or the time is over."""
-        if self._wakeup.wait(seconds):
-            self._wakeup.clear()
+        self._wakeup.pause(seconds)
 
     @property
     def impatient(self) -> bool:

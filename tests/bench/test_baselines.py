@@ -12,7 +12,7 @@ import numpy as np
 from diloco_cli.bench.baselines.job import run_parallel
 from diloco_cli.sim.faults import Fault
 from diloco_cli.spec.schema import ChaosSpec, RunSpec
-from diloco_cli.worker.trainer import checkpoint
+from diloco_cli.worker.trainer.checkpoints import checkpoint
 
 PATIENCE = 240.0
 """Seconds a run may take on a machine that does something else."""

@@ -104,7 +104,7 @@ def test_a_worker_faster_than_its_own_limit_is_not_believed():
 
 def test_both_sides_prepare_their_process_the_same_way(monkeypatch):
     """The bare loop once lacked a setting of the trainer: the limit was a third too low."""
-    import diloco_cli.worker.trainer.loop as trainer
+    import diloco_cli.worker.trainer.built_in_trainer as trainer
     import diloco_cli.worker.trainer.task as task
 
     class Enough(Exception):

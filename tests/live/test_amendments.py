@@ -16,7 +16,7 @@ from diloco_cli.observe.events import read_events
 from diloco_cli.server.recovery.verify import replay
 from diloco_cli.wire.messages import Amend, Amended
 from diloco_cli.worker.mailbox import Mailbox
-from diloco_cli.worker.trainer import checkpoint
+from diloco_cli.worker.trainer.checkpoints import checkpoint
 from tests.live.processes import Live
 
 pytestmark = pytest.mark.live

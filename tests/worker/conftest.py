@@ -31,7 +31,7 @@ def tasks(tmp_path_factory):
 @pytest.fixture
 def play(tmp_path, tasks, monkeypatch):
     """Sets a stage and starts a trainer on it, which saves nothing for a while by itself."""
-    monkeypatch.setattr("diloco_cli.worker.trainer.checkpoint.SHORTEST", 20.0)
+    monkeypatch.setattr("diloco_cli.worker.trainer.checkpoints.checkpoint.SHORTEST", 20.0)
 
     def begin(**sync):
         task = tasks(**sync)

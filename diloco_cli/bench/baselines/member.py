@@ -48,8 +48,8 @@ from diloco_cli.errors import DilocoError
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.files import keep_files
 from diloco_cli.worker.engines.jax_engine import JaxStep
-from diloco_cli.worker.trainer import checkpoint
-from diloco_cli.worker.trainer.checkpoint import Checkpoint
+from diloco_cli.worker.trainer.checkpoints import checkpoint
+from diloco_cli.worker.trainer.checkpoints.checkpoint import Checkpoint
 from diloco_cli.worker.trainer.task import Task, prepare, set_up
 
 TYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}

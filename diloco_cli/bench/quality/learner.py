@@ -22,14 +22,14 @@ from diloco_cli.sim.region import SimulatedRegion
 from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario
 from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.worker.mailbox import Fate, Image
-from diloco_cli.worker.trainer.checkpoint import Checkpoint
-from diloco_cli.worker.trainer.mail import IncomingImage
-from diloco_cli.worker.trainer.resume import (
+from diloco_cli.worker.trainer.checkpoints.checkpoint import Checkpoint
+from diloco_cli.worker.trainer.checkpoints.resume import (
     RegionPlace,
     ResumePoint,
     newest_cursor,
     resume_fragment,
 )
+from diloco_cli.worker.trainer.mail import IncomingImage
 from diloco_cli.worker.trainer.task import Task
 from diloco_cli.worker.trainer.weights_and_books import TrainedWeights
 

@@ -17,7 +17,7 @@ from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.run.folder import RESOLVED
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.worker.mailbox import FolderOwner, Image, Mailbox
-from diloco_cli.worker.trainer.checkpoint import read_cursor
+from diloco_cli.worker.trainer.checkpoints.checkpoint import read_cursor
 
 
 @dataclass(frozen=True)

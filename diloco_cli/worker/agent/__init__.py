@@ -1,7 +1,8 @@
 """`diloco work`: frames from the mailbox go to the server, its news and versions come back; the
 trainer is kept running. Start with agent.py.
 
-    agent.py              joins, starts and restarts the trainer, leaves
+    agent.py              joins, serves while it holds the lease, leaves
+    trainer_supervisor.py starts, restarts and ends the trainer
     join.py               may this folder speak for its region?
     trainer_settings.py   the region's own file with the amendments of the run over it
     spec_correction.py    may a worker come with another spec than its folder's run began with?

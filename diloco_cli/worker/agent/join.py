@@ -188,8 +188,7 @@ class RegionJoin:
             if why != said:
                 log.info(f"{why}: {detail}")
                 said = why
-            if self.wakeup.wait(pause):
-                self.wakeup.clear()
+            self.wakeup.pause(pause)
         return None
 
     def remember_terms(self, terms: Amendments) -> None:

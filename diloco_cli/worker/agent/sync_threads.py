@@ -342,9 +342,7 @@ class SyncThreads:
         if self.news.terms > self.terms.terms:
             self._learn_terms(client)
         self.closed.wait(SHORTEST_GAP)
-        wakeup = self._wakeups["heartbeat"]
-        if wakeup.wait(self.news.lease_seconds / 4):
-            wakeup.clear()
+        self._wakeups["heartbeat"].pause(self.news.lease_seconds / 4)
 
     def _learn_terms(self, client: Client) -> None:
         """Makes the newest amendments durable, then known to the agent."""
@@ -378,9 +376,7 @@ class SyncThreads:
             if matters:
                 self._on_mail()
             self._on_change()
-        wakeup = self._wakeups["upload"]
-        if wakeup.wait(self.news.lease_seconds):
-            wakeup.clear()
+        self._wakeups["upload"].pause(self.news.lease_seconds)
 
     def _download(self, client: Client) -> None:
         for number, version in enumerate(self.news.versions):
@@ -390,9 +386,7 @@ class SyncThreads:
             reach("realign.fetched")
         self.up_to_date.set()
         self._on_change()
-        wakeup = self._wakeups["download"]
-        if wakeup.wait(self.news.lease_seconds):
-            wakeup.clear()
+        self._wakeups["download"].pause(self.news.lease_seconds)
 
     def _fetch(self, client: Client, number: int, version: int) -> None:
         image, why = self._images.fetch(client, number, version)

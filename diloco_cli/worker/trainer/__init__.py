@@ -1,13 +1,12 @@
 """The training process: text and newer versions in, frames out. Start with loop.py.
 
-loop.py               train, post when called, adopt what arrived
+loop.py               post when called, adopt what arrived, between two inner steps
+built_in_trainer.py   the process of our own trainer, which makes the inner steps
 task.py               what one region has to do: its model, its text, its step
 weights_and_books.py  weights, anchors and books, which only ever move together
 lanes.py              which lanes it reads, and which it hands over
 mail.py               a thread that reads images and writes frames; what came in lately
-checkpoint.py         the local checkpoint, and when the next one is due
-sharded_checkpoint.py the checkpoints of a region on many devices, each device's part apart
-resume.py             what a trainer goes on from when it starts
+checkpoints/          the local checkpoint, and what a trainer goes on from
 progress.py           what a trainer reports of itself: pace, loss, startup times
 step_profiler.py      a trace of some steps, for whoever asks
 evaluation.py         the held-out loss of the published weights

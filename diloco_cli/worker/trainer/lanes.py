@@ -19,7 +19,7 @@ from diloco_cli.core.lanes import (
     read_positions,
 )
 from diloco_cli.wire.messages import LaneAssignment, TextCursor, TextOrder
-from diloco_cli.worker.trainer.checkpoint import CheckpointWriter
+from diloco_cli.worker.trainer.checkpoints.checkpoint import CheckpointWriter
 from diloco_cli.worker.trainer.weights_and_books import TrainedWeights
 
 

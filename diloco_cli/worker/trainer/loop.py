@@ -11,7 +11,7 @@ At every step boundary, in this order:
                                           the budget
 
 `OuterLoop` does all of that but the inner step: whoever owns the loop asks it whether to `go_on`
-and tells it what was `stepped`. `Trainer` is the built-in owner of one.
+and tells it what was `stepped`. `Trainer` (built_in_trainer.py) is the built-in owner of one.
 
 With adopt replace or blend an open call is answered before adopting, because adopting
 costs the work. `WeightsAndBooks` moves books and arrays together; reading, encoding and
@@ -22,50 +22,34 @@ from __future__ import annotations
 
 import gc
 import math
-import signal
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, SupportsFloat, TypeVar
-
-import numpy as np
 
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.fragments import piece_of
 from diloco_cli.core.guard import NOT_FINITE
 from diloco_cli.errors import WireError
 from diloco_cli.observe.events import EventLog
-from diloco_cli.spec.schema import RunSpec
-from diloco_cli.system.wakeup import LAST_MOMENT, Wakeup, stop_on_signals
+from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.codecs import NotFinite
-from diloco_cli.wire.messages import News
-from diloco_cli.worker.engines.learning_rate import REWARM
-from diloco_cli.worker.handover import HandoverRecord
-from diloco_cli.worker.hosts.lead import Lead
-from diloco_cli.worker.hosts.listener import RegionTerms
-from diloco_cli.worker.hosts.other_hosts import OtherHosts
-from diloco_cli.worker.hosts.which_host import HostPlace
-from diloco_cli.worker.mailbox import FINISHED, TRAINER_LOCK, Fate, FolderOwner, Mailbox
-from diloco_cli.worker.trainer.checkpoint import CheckpointFile, CheckpointWriter
+from diloco_cli.worker.mailbox import FINISHED, Fate, FolderOwner, Mailbox
+from diloco_cli.worker.trainer.checkpoints.checkpoint import CheckpointFile, CheckpointWriter
+from diloco_cli.worker.trainer.checkpoints.resume import RegionPlace, ResumePoint, resume
 from diloco_cli.worker.trainer.evaluation import (
     HeldoutEvaluation,
     MeasureWeights,
-    list_heldout,
 )
 from diloco_cli.worker.trainer.lanes import LaneFollower
 from diloco_cli.worker.trainer.mail import LOOK_SECONDS, Inbox, MailThread, OutgoingFrame
 from diloco_cli.worker.trainer.pacing import pacing_of
-from diloco_cli.worker.trainer.parent_watch import ALONE_SECONDS, ParentWatch, take_over_stdout
 from diloco_cli.worker.trainer.progress import ProgressReport, StartupTimes
-from diloco_cli.worker.trainer.resume import RegionPlace, ResumePoint, resume
-from diloco_cli.worker.trainer.schedule_place import SchedulePlace
 from diloco_cli.worker.trainer.step_profiler import StepProfiler
-from diloco_cli.worker.trainer.task import RegionTask, Task, prepare, set_up
-from diloco_cli.worker.trainer.weights_and_books import TrainedWeights, WeightsAndBooks
+from diloco_cli.worker.trainer.task import RegionTask
+from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
 
 if TYPE_CHECKING:  # It loads JAX.
-    from diloco_cli.worker.trainer.sharded_checkpoint import ShardedCheckpoints
+    from diloco_cli.worker.trainer.checkpoints.sharded_checkpoint import ShardedCheckpoints
 
 Books = TypeVar("Books", bound=WeightsAndBooks)
 
@@ -73,68 +57,6 @@ RETRY_SECONDS = 5.0
 """Between two tries to write to a disk that refused."""
 PATIENCE = 5
 """Steps in a row without a finite loss before the unmerged work is given up."""
-
-
-def train(
-    spec: RunSpec,
-    region: str,
-    folder: Path,
-    *,
-    terms: int = 0,
-    cores: Sequence[int] | None = None,
-    alone: float = ALONE_SECONDS,
-    place: HostPlace | None = None,
-    own: str = "",
-) -> int:
-    """Trains one region until it is told to stop or the run is finished.
-
-    The agent writes to our standard input when there is mail and hears of ours on our
-    standard output. When our input ends the agent is gone, and unless another takes us
-    over we follow it `alone` seconds later. In a region of several hosts `place` says that we
-    are the first, and `own` what the others must agree with.
-    """
-    from diloco_cli.worker.engines.devices import out_of_memory
-
-    startup = StartupTimes()
-    set_up(cores)
-    startup.mark()
-    wakeup = Wakeup()
-    # A signal to the whole process group reaches us twice: directly, and through the agent.
-    # A trainer that hangs is killed by the agent, so asking again is not needed.
-    stop_on_signals(wakeup, signal.SIGTERM, second=lambda number: None)
-    # Ctrl-C and a closed terminal are for the agent, which tells us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    mailbox = Mailbox(folder / "regions" / region)
-    parent = ParentWatch(wakeup, mailbox, take_over_stdout(), alone=alone)
-    parent.listen()
-    # A trainer that was sent away may still be writing its last checkpoint.
-    with mailbox.locked(TRAINER_LOCK, seconds=LAST_MOMENT + 10):
-        if parent.orphaned:
-            return 0  # No agent can know of us yet, and our successor may be waiting already.
-        mailbox.clear_trainer_drafts()
-        identity = mailbox.identity() or FolderOwner("", 0)
-        HandoverRecord.of(sys.orig_argv, spec, region, identity).write(mailbox)
-        list_heldout(spec, region, mailbox.folder)
-        events = EventLog(folder / "events.jsonl", f"{region}.trainer")
-
-        def begin(orders: Lead | None) -> int:
-            task, trainer = prepare(spec, region, terms=terms, orders=orders), None
-            try:
-                trainer = Trainer(
-                    task, mailbox, wakeup, tell=parent.tell, events=events, startup=startup
-                )
-                return trainer.run()
-            except RuntimeError as error:
-                stepped = trainer is not None and trainer.compiled
-                if full := out_of_memory(error, region, stepped=stepped):
-                    raise full from error
-                raise
-
-        if place is None:
-            return begin(None)
-        others = OtherHosts(RegionTerms(place, spec, region, own), mailbox, wakeup, parent.tell)
-        return others.lead(begin)
 
 
 class OuterLoop(Generic[Books]):
@@ -514,86 +436,3 @@ class OuterLoop(Generic[Books]):
         if asked and stale and self.evaluation.possible:
             self.evaluate()
         self.leave(FINISHED)
-
-
-class Trainer(OuterLoop[TrainedWeights]):
-    """The built-in training process, without its surroundings."""
-
-    def __init__(
-        self,
-        task: Task,
-        mailbox: Mailbox,
-        wakeup: Wakeup,
-        *,
-        tell: Callable[[str], None],
-        events: EventLog,
-        startup: StartupTimes | None = None,
-    ) -> None:
-        from diloco_cli.worker.trainer.sharded_checkpoint import sharded_checkpoints
-
-        self.place = SchedulePlace(task.rate.horizon)
-        self._heard: News | None = None
-
-        def begin(start: ResumePoint, identity: FolderOwner) -> TrainedWeights:
-            before, now, place = start.terms, task, 0
-            if before and before.rate:
-                now, place = task.after(before.rate, before.place)
-            elif before is None and start.clock > REWARM:
-                told = mailbox.calls()
-                share = told.progress if told else None
-                place = start.clock if share is None else round(share * task.rate.horizon)
-                now = task.warmed_again(place)
-                remarks.append(
-                    "the averages of the inner optimiser were lost with the checkpoint: the "
-                    f"learning rate rises again over {now.rate.rise} steps"
-                )
-            self.place = SchedulePlace(now.rate.horizon, place)
-            return TrainedWeights(now, start, run=identity.run, owner=identity.owner)
-
-        remarks: list[str] = []
-        super().__init__(
-            task,
-            mailbox,
-            wakeup,
-            begin=begin,
-            tell=tell,
-            events=events,
-            measure=self._measure,
-            sharded=sharded_checkpoints(task.spec.region(task.region), mailbox),
-            startup=startup,
-        )
-        for remark in remarks:
-            self.progress.note(remark)
-
-    def _lanes_of(self, start: ResumePoint) -> LaneFollower:
-        return LaneFollower(self.weights, self.checkpoints, start.cursor)
-
-    def _measure(self, params: Mapping[str, np.ndarray]) -> float:
-        batches = self.weights.stream.heldout(self.task.spec.evaluate.batches)
-        return self.weights.stepper.evaluate(params, batches)
-
-    def run(self) -> int:
-        """Trains until there is a reason to leave."""
-        self.report()
-        try:
-            while self.go_on():
-                self.inner_step()
-        finally:
-            self.close()
-        return 0
-
-    def inner_step(self) -> None:
-        began = time.monotonic()
-        loss = self.weights.train(self._place())
-        self.place.stepped()
-        self.stepped(loss, self.weights.tokens_a_step, began=began)
-
-    def _place(self) -> int:
-        """Where in the learning-rate schedule the run is; what the server says may be new."""
-        news = self.inbox.news
-        if news is not self._heard:
-            self._heard = news
-            # What was said before an amendment is a share of another budget.
-            if news and news.progress is not None and news.terms == self.task.terms:
-                self.place.hear(news.progress)
-        return self.place.next

@@ -21,9 +21,9 @@ from diloco_cli.wire.frame import Header
 from diloco_cli.wire.messages import Tokens
 from diloco_cli.worker.engines import Engine, HeldWork, Vector
 from diloco_cli.worker.mailbox import Fate
-from diloco_cli.worker.trainer.checkpoint import Checkpoint
+from diloco_cli.worker.trainer.checkpoints.checkpoint import Checkpoint
+from diloco_cli.worker.trainer.checkpoints.resume import ResumePoint, SavedTerms, write_book
 from diloco_cli.worker.trainer.mail import IncomingImage
-from diloco_cli.worker.trainer.resume import ResumePoint, SavedTerms, write_book
 from diloco_cli.worker.trainer.task import RegionTask, Task
 
 UNFIT = "unfit"

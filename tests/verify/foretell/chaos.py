@@ -19,7 +19,7 @@ from diloco_cli.sim import faults
 from diloco_cli.sim.scenario import Recovery
 from diloco_cli.sim.simulator import simulate
 from diloco_cli.sim.world import World, scenario_of
-from diloco_cli.worker.trainer.checkpoint import SHORTEST
+from diloco_cli.worker.trainer.checkpoints.checkpoint import SHORTEST
 
 WITHIN = 3.0
 """Points between the two that the simulator is held to."""

@@ -34,8 +34,8 @@ from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import Header, open_frame, pack, seal
 from diloco_cli.wire.messages import WIRE_VERSION, Heartbeat, Join
 from diloco_cli.worker.mailbox import Fate, Image
+from diloco_cli.worker.trainer.checkpoints.resume import ResumePoint
 from diloco_cli.worker.trainer.mail import IncomingImage
-from diloco_cli.worker.trainer.resume import ResumePoint
 from diloco_cli.worker.trainer.task import Task, prepare, set_up
 from diloco_cli.worker.trainer.weights_and_books import TrainedWeights
 

@@ -41,7 +41,7 @@ def restarts(counter):
 
 def test_the_trainer_starts_when_all_images_are_here(agent, counter, tmp_path):
     running = agent(first="pass")
-    counter.wait_for(lambda: running.agent.trainer is not None)
+    counter.wait_for(lambda: running.agent.supervisor.trainer is not None)
     mailbox = running.agent.mailbox
     assert [mailbox.image_version(number) for number in range(2)] == [0, 0]
 
@@ -72,7 +72,7 @@ def test_only_starts_in_a_row_that_came_to_nothing_make_the_next_one_wait(agent,
         counter.wait_for(lambda count=count: len(started(tmp_path)) == count and is_up(counter))
         counter.heartbeats.clear()
         os.kill(started(tmp_path)[-1].fields["pid"], signal.SIGKILL)
-    assert running.agent._failures <= 1
+    assert running.agent.supervisor._failures <= 1
     assert [pause_before(failures) for failures in range(1, 5)] == [0.0, 0.5, 1.0, 2.0]
     assert pause_before(100) == 30.0
 
@@ -81,7 +81,7 @@ def test_a_worker_follows_a_server_that_began_anew_under_it(agent, counter, log_
     running = agent()
     mailbox = running.agent.mailbox
     counter.wait_for(lambda: is_up(counter))
-    owner, trainer = mailbox.identity().owner, running.agent.trainer
+    owner, trainer = mailbox.identity().owner, running.agent.supervisor.trainer
     mailbox.post(0, b"never sent")
     with counter.change:
         counter.run, counter.was, counter.high = "run-2", ("run-1",), -1
@@ -89,7 +89,7 @@ def test_a_worker_follows_a_server_that_began_anew_under_it(agent, counter, log_
     counter.heartbeats.clear()
     counter.wait_for(lambda: is_up(counter))
     assert mailbox.identity().owner != owner
-    assert mailbox.frame(0) is None and running.agent.restarts == 0
+    assert mailbox.frame(0) is None and running.agent.supervisor.restarts == 0
     assert trainer.code is not None, "its trainer had the old run's weights"
     assert "run run-1 trained nothing; beginning anew in run run-2" in log_lines
 
@@ -122,7 +122,7 @@ def test_a_region_that_is_out_for_good_says_goodbye_with_the_reason(agent, count
 def test_it_says_when_training_begins_and_then_every_so_often(
     agent, counter, log_lines, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("diloco_cli.worker.agent.agent.TELL_SECONDS", 0.0)
+    monkeypatch.setattr("diloco_cli.worker.agent.trainer_supervisor.TELL_SECONDS", 0.0)
     fragments = tuple(FragmentProgress(version=version, steps=1.0) for version in (3, 4))
     averages = {"loss": 2.5, "tokens_per_second": 99.6}
     told = {"step": 7, "training": True, "why": "training", "fragments": fragments, **averages}
@@ -157,7 +157,7 @@ def test_told_to_stop_it_waits_for_its_trainer_and_says_goodbye(agent, counter, 
 
 def test_a_stop_of_the_whole_run_reaches_the_trainer(agent, counter):
     running = agent()
-    counter.wait_for(lambda: running.agent.trainer is not None)
+    counter.wait_for(lambda: running.agent.supervisor.trainer is not None)
     counter.tell(stop=True)
     assert running.ended() == 0 and counter.heartbeats[-1].stopping
 
@@ -166,21 +166,21 @@ def test_a_finished_run_is_left_when_the_trainer_has_ended_by_itself(agent, coun
     running = agent(on_mail="sys.exit(0)")
     counter.wait_for(lambda: is_up(counter))
     counter.tell(finished=True)
-    assert running.ended() == 0 and running.agent.restarts == 0
+    assert running.ended() == 0 and running.agent.supervisor.restarts == 0
 
 
 def test_a_fenced_agent_stops_its_trainer_and_joins_again(agent, counter):
     epochs = iter([1, 2])
     counter.join = lambda owner, boot: next(epochs)
     running = agent()
-    counter.wait_for(lambda: running.agent.trainer is not None)
-    first = running.agent.trainer
+    counter.wait_for(lambda: running.agent.supervisor.trainer is not None)
+    first = running.agent.supervisor.trainer
     counter.fenced = True
     counter.tell()
     counter.wait_for(lambda: counter.asked.count("join") == 2)
     assert first.code is not None
     counter.fenced = False
-    counter.wait_for(lambda: running.agent.trainer not in (None, first))
+    counter.wait_for(lambda: running.agent.supervisor.trainer not in (None, first))
     counter.wait_for(lambda: counter.heartbeats[-1].epoch == 2)
 
 
@@ -214,7 +214,7 @@ def test_a_trainer_does_not_outlive_an_agent_that_was_killed(tmp_path):
 
 
 def test_no_part_of_an_agent_loads_jax():
-    probe = "import sys, diloco_cli.worker.agent; print(*{'jax', 'flax'} & set(sys.modules))"
+    probe = "import sys, diloco_cli.worker.agent.agent; print(*{'jax', 'flax'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", probe], text=True).split() == []
 
 
@@ -225,8 +225,8 @@ def test_a_trainer_with_long_last_words_is_started_again(agent, counter):
 
 def test_waiting_for_images_costs_nothing(agent, counter, monkeypatch):
     turns = []
-    pause = Agent._pause
-    monkeypatch.setattr(Agent, "_pause", lambda self, s: (turns.append(s), pause(self, s)))
+    pause = Wakeup.pause
+    monkeypatch.setattr(Wakeup, "pause", lambda self, s: (turns.append(s), pause(self, s)))
     running = agent()
-    counter.wait_for(lambda: running.agent.trainer is not None)
+    counter.wait_for(lambda: running.agent.supervisor.trainer is not None)
     assert all(seconds > 0 for seconds in turns)

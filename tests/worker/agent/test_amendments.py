@@ -162,12 +162,12 @@ signal.signal(signal.SIGTERM, at_end)
     assert set(said[said.index(why) :]) == {why}, "whatever the one that leaves still reports"
     first, second = events(tmp_path, "trainer-started")
     assert first["pid"] != second["pid"] and second["restarts"] == 0
-    assert running.agent.restarts == 0 and events(tmp_path, "trainer-died") == []
+    assert running.agent.supervisor.restarts == 0 and events(tmp_path, "trainer-died") == []
     left = events(tmp_path, "trainer-exited")
     assert [(it["pid"], it["why"]) for it in left] == [(first["pid"], why)]
     assert written(running.agent.mailbox).inner.optimizer["lr"] == 0.5
     assert running.agent.mailbox.terms().terms == 1
-    assert running.agent.trainer._child.args[-2:] == ["--terms", "1"]
+    assert running.agent.supervisor.trainer._child.args[-2:] == ["--terms", "1"]
 
 
 def test_a_change_of_the_servers_settings_leaves_the_trainer_alone(agent, counter, tmp_path):
@@ -203,12 +203,12 @@ def test_a_region_that_was_away_follows_with_its_next_answer(agent, counter, tmp
 
 
 def test_a_trainer_that_will_not_leave_is_ended(agent, counter, tmp_path, monkeypatch):
-    monkeypatch.setattr("diloco_cli.worker.agent.agent.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("diloco_cli.worker.agent.trainer_supervisor.STOP_SECONDS", 0.2)
     running = agent(first="import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     counter.wait_for(lambda: reports(counter, 0))
     counter.amend(LR)
     counter.wait_for(lambda: reports(counter, 1))
-    assert running.agent.restarts == 0
+    assert running.agent.supervisor.restarts == 0
 
 
 def test_what_cannot_be_followed_is_said_and_the_region_trains_on(agent, counter, tmp_path):
@@ -258,7 +258,7 @@ def test_an_agent_that_hears_of_a_reopening_starts_its_trainer_again(agent, coun
     counter.wait_for(lambda: running.agent._finished_at is None)
     leaves.touch()
     counter.wait_for(lambda: len(events(tmp_path, "trainer-started")) == 2)
-    assert running.agent.restarts == 0 and running.outcome is None
+    assert running.agent.supervisor.restarts == 0 and running.outcome is None
 
 
 def test_a_trainer_killed_while_it_follows_is_no_failure(agent, counter, tmp_path):
@@ -271,4 +271,4 @@ def test_a_trainer_killed_while_it_follows_is_no_failure(agent, counter, tmp_pat
     counter.wait_for(lambda: any("following" in beat.why for beat in counter.heartbeats))
     os.kill(events(tmp_path, "trainer-started")[0]["pid"], signal.SIGKILL)
     counter.wait_for(lambda: reports(counter, 1))
-    assert running.agent.restarts == 0
+    assert running.agent.supervisor.restarts == 0

@@ -46,7 +46,7 @@ def test_a_removed_region_stops_training_and_says_what_is_discarded(agent, count
     mailbox.write_progress(progress(50.0))
     running = agent(first=ORDERLY)
     counter.wait_for(lambda: is_up(counter))
-    trainer = running.agent.trainer
+    trainer = running.agent.supervisor.trainer
     counter.join, counter.fenced = removed, True
     counter.tell()
     outcome = running.ended()
@@ -69,7 +69,7 @@ def test_a_region_that_leaves_has_its_trainer_drain_and_is_retired_then(agent, c
     running = agent(first=ORDERLY, retiring=True)
     counter.wait_for(lambda: is_up(counter))
     told = mailbox.calls()
-    assert told and told.end and not running.agent._sync.news.end
+    assert told and told.end and not running.agent.supervisor._sync.news.end
     assert counter.heartbeats[-1].retiring and not counter.heartbeats[-1].stopping
     mailbox.write_progress(progress(0.0, drained=True))
     assert running.ended() == 0

@@ -20,7 +20,7 @@ from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.messages import TrainerProgress
 from diloco_cli.worker.agent.trainer_process import take_over
 from diloco_cli.worker.handover import HandoverRecord
-from diloco_cli.worker.trainer import checkpoint
+from diloco_cli.worker.trainer.checkpoints import checkpoint
 from tests.worker.trainer.harness import Stage, tiny_spec
 
 

@@ -128,7 +128,7 @@ class Stage:
 
     def trainer(self, task: Any = None) -> Any:
         """Starts a trainer in this process; JAX is loaded here."""
-        from diloco_cli.worker.trainer.loop import Trainer
+        from diloco_cli.worker.trainer.built_in_trainer import Trainer
         from diloco_cli.worker.trainer.task import prepare
 
         return Trainer(
@@ -188,6 +188,6 @@ def again(stage: Stage, trainer: Any) -> Any:
 
 
 def save(trainer: Any) -> None:
-    from diloco_cli.worker.trainer import checkpoint
+    from diloco_cli.worker.trainer.checkpoints import checkpoint
 
     checkpoint.save(trainer.mailbox.checkpoint, trainer.weights.checkpoint())

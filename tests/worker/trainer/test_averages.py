@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_cli.worker.trainer.checkpoint import LONGEST, SHORTEST, interval
+from diloco_cli.worker.trainer.checkpoints.checkpoint import LONGEST, SHORTEST, interval
 from diloco_cli.worker.trainer.progress import SUSTAINED, TrainingAverages
 
 

@@ -15,7 +15,7 @@ from diloco_cli.spec.schema import InnerSpec
 from diloco_cli.worker.engines.jax_engine import JaxStep, make_step, use_compile_cache
 from diloco_cli.worker.engines.learning_rate import RatePlan
 from diloco_cli.worker.engines.placement import place_model
-from diloco_cli.worker.trainer.checkpoint import Checkpoint, load, save
+from diloco_cli.worker.trainer.checkpoints.checkpoint import Checkpoint, load, save
 
 use_compile_cache()
 

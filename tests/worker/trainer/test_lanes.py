@@ -8,7 +8,7 @@ import json
 import pytest
 
 from diloco_cli.core.lanes import Cursor
-from diloco_cli.worker.trainer import checkpoint
+from diloco_cli.worker.trainer.checkpoints import checkpoint
 from tests.worker.trainer.harness import again, post, save, steps, until
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from diloco_cli.errors import SpecError
 from diloco_cli.worker.engines.jax_engine import use_compile_cache
-from diloco_cli.worker.trainer.loop import train
+from diloco_cli.worker.trainer.built_in_trainer import train
 from tests.worker.trainer.harness import Stage, honest, save, steps, tiny_spec
 
 use_compile_cache()

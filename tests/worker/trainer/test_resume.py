@@ -12,7 +12,7 @@ from diloco_cli.core.unmerged_work import Totals, Work
 from diloco_cli.errors import StoreError
 from diloco_cli.system import failpoints
 from diloco_cli.worker.mailbox import FolderOwner
-from diloco_cli.worker.trainer import checkpoint
+from diloco_cli.worker.trainer.checkpoints import checkpoint
 from tests.worker.trainer.harness import again, honest, local, post, save, steps, until
 
 TOKENS = 2 * 16

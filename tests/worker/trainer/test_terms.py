@@ -11,7 +11,7 @@ import pytest
 from diloco_cli.core.unmerged_work import Work
 from diloco_cli.observe.events import read_events
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.worker.trainer import checkpoint
+from diloco_cli.worker.trainer.checkpoints import checkpoint
 from diloco_cli.worker.trainer.task import prepare
 from tests.worker.trainer.harness import Stage, again, honest, local, post, save, steps, until
 

@@ -25,8 +25,8 @@ from diloco_cli.wire.frame import Frame
 from diloco_cli.worker.engines import mixed
 from diloco_cli.worker.engines.learning_rate import RatePlan
 from diloco_cli.worker.mailbox import FolderOwner, Image, Mailbox
-from diloco_cli.worker.trainer import checkpoint
-from diloco_cli.worker.trainer.checkpoint import Checkpoint
+from diloco_cli.worker.trainer.checkpoints import checkpoint
+from diloco_cli.worker.trainer.checkpoints.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from diloco_cli.errors import StoreError
 from diloco_cli.spec.schema import RegionSpec
 from diloco_cli.worker.engines.orbax_folder import OrbaxFolder, SavedState
 from diloco_cli.worker.mailbox import Mailbox
-from diloco_cli.worker.trainer.checkpoint import VERSION, Checkpoint, ShardedArrays
+from diloco_cli.worker.trainer.checkpoints.checkpoint import VERSION, Checkpoint, ShardedArrays
 from diloco_cli.worker.trainer.weights_and_books import TrainedWeights, WeightsAndBooks
 
 
