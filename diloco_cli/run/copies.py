@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco_cli.errors import SpecError, StoreError
-from diloco_cli.run.folder import RESOLVED, cannot_write
+from diloco_cli.run.folder import RESOLVED, cannot_write, spec_base
 from diloco_cli.spec.load import load_spec
 from diloco_cli.system.files import keep_bytes, sync_file, sync_folder
 
@@ -85,8 +85,8 @@ def _copy_run(run: Path, draft: Path, before: Path | None) -> None:
         if (run / name).exists():
             shutil.copy2(run / name, draft / name)
     certs = load_spec(run / RESOLVED).spec.server.certs
-    if certs and Path(certs).is_dir():
-        shutil.copytree(certs, draft / CERTS)
+    if certs and (spec_base(run) / certs).is_dir():
+        shutil.copytree(spec_base(run) / certs, draft / CERTS)
     for path in [*draft.rglob("*"), draft]:
         sync_file(path)
 

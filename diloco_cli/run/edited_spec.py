@@ -24,7 +24,7 @@ from diloco_cli.core import terms
 from diloco_cli.core.journal_records import Entry, Snapshot, TermsAmended, decode
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.errors import SpecError
-from diloco_cli.run.folder import cannot_write
+from diloco_cli.run.folder import cannot_write, keep_spec_base
 from diloco_cli.run.untrained import begin_anew, finish, has_trained_nothing
 from diloco_cli.server.store.journal import read_journal
 from diloco_cli.spec.amendable import rule_of
@@ -135,6 +135,7 @@ def _settled(
     path = folder / CURRENT
     try:
         keep_bytes(path, resolved_yaml(spec).encode(), mode=0o644)
+        keep_spec_base(folder)
     except OSError as error:
         raise cannot_write(path, error) from None
     return SettledSpec(check_spec(beginning, "the spec", also=faults), spec, path)

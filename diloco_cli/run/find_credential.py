@@ -91,11 +91,12 @@ def _from_environment() -> tuple[str, Path | None]:
 
 def _beside(folder: Path) -> Path | None:
     """The operator's credential, where the spec of the run in this folder says it is."""
-    from diloco_cli.run.folder import RESOLVED
+    from diloco_cli.run.folder import RESOLVED, spec_base
     from diloco_cli.spec.yaml_source import read
 
     document = read((folder / RESOLVED).read_text("utf-8"), str(folder / RESOLVED))
-    return _operator((document.data.get("server") or {}).get("certs"))
+    certs = (document.data.get("server") or {}).get("certs")
+    return _operator(str(spec_base(folder) / certs) if certs else None)
 
 
 def _operator(certs: str | None) -> Path | None:

@@ -2,6 +2,7 @@
 
 my-run/run.yaml             paths in it are relative to my-run/, wherever a command is started
 my-run/runs/NAME            its run; a spec of another name has it in the shell's folder
+FOLDER/spec.folder          the folder that paths in its spec are relative to, seen from FOLDER
 FOLDER/run.lock             held by `diloco run` for as long as it lives
 FOLDER/server/address.json  where the server listens, or listened last
 FOLDER/summary.json         what it came to
@@ -19,12 +20,14 @@ from typing import Any, NamedTuple
 
 from diloco_cli.errors import LinkError, SpecError, StoreError, WireError
 from diloco_cli.observe.status import Summary
+from diloco_cli.system.files import keep_bytes
 from diloco_cli.system.locks import Busy, FileLock
 
 RUNS = Path("runs")
 RESOLVED = "spec.resolved.yaml"
 KEPT = (RESOLVED, "spec.current.yaml")
-"""Specs that a run keeps in its folder; paths in them are relative to where its processes run."""
+"""Specs that a run keeps in its folder; `spec.folder` says what paths in them are relative to."""
+BASE = "spec.folder"
 PROJECT = "run.yaml"
 """A spec of this name has its runs beside it, whoever starts them; `diloco init` writes one."""
 EARLY = ("run.lock", "lost+found")
@@ -49,7 +52,9 @@ class SpecPlace:
 
     def __init__(self, spec_file: Path) -> None:
         self.file, self._shell = spec_file, Path.cwd()
-        home = self._shell if spec_file.name in KEPT else spec_file.absolute().parent
+        home = spec_file.absolute().parent
+        if spec_file.name in KEPT:
+            home = spec_base(home)
         self._moved = spec_file.is_file() and home.resolve() != self._shell.resolve()
         if self._moved:
             self.file = spec_file.absolute()
@@ -74,6 +79,20 @@ def default_folder(spec_file: Path, name: str, *, shell: Path = Path()) -> Path:
         return spec_file.parent
     beside = spec_file.parent if spec_file.name == PROJECT else shell
     return beside / RUNS / name
+
+
+def keep_spec_base(folder: Path) -> None:
+    """Writes down, for later commands, that the working folder is where the spec's paths begin."""
+    keep_bytes(folder / BASE, os.path.relpath(Path.cwd(), folder.resolve()).encode(), mode=0o644)
+
+
+def spec_base(folder: Path) -> Path:
+    """The folder that the paths of a run's spec are relative to: the shell's if nobody knows."""
+    try:
+        base = (folder.resolve() / (folder / BASE).read_text("utf-8")).resolve()
+    except (OSError, ValueError):
+        return Path.cwd()
+    return base if base.is_dir() else Path.cwd()
 
 
 def find(target: str | None) -> Target:

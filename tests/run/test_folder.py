@@ -1,10 +1,21 @@
 """A run may live in a folder of its own, and in no other."""
 
+import os
+from pathlib import Path
+
 import pytest
 
+from diloco_cli.assemble import load_run
 from diloco_cli.data.heldout import HeldoutFile, HeldoutText
 from diloco_cli.errors import SpecError
-from diloco_cli.run.folder import heldout_rows, refuse_foreign
+from diloco_cli.run.copies import back_up
+from diloco_cli.run.edited_spec import settle_spec
+from diloco_cli.run.find_credential import for_calls
+from diloco_cli.run.folder import SpecPlace, Target, heldout_rows, refuse_foreign, spec_base
+from diloco_cli.run.model.find import find_model
+from diloco_cli.server.access.issue import CredentialFolder
+from tests.cli.harness import STORED, trained
+from tests.data.corpora import write_tokenizer
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
@@ -42,3 +53,38 @@ def test_the_held_out_text_of_each_region_is_told_once_where_it_is_the_same(tmp_
         "held-out text of left, right",
         "held-out text of third",
     ]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch) -> Path:
+    """A run that was started beside its spec, where its tokenizer and certificates are."""
+    home = tmp_path / "project"
+    write_tokenizer(home, name="t.json")
+    data = "{kind: jsonl, files: [c.jsonl], tokenizer: {kind: hf, file: t.json}}"
+    text = STORED.replace("heads: 2", "heads: 2, vocabulary: 320")
+    text = text.replace("{kind: python-source}", data).replace("{store:", "{certs: certs, store:")
+    monkeypatch.chdir(home)
+    CredentialFolder(home / "certs").create_missing("tiny", [], 30)
+    trained(home, [0], text)
+    settle_spec(load_run(home / "run" / "spec.resolved.yaml").spec, home / "run")
+    return home
+
+
+def test_paths_of_a_runs_own_spec_are_those_of_its_start_wherever_a_command_is(
+    project: Path, tmp_path: Path, monkeypatch
+):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    moved = project.rename(tmp_path / "moved")
+    monkeypatch.chdir(elsewhere)
+    run = Path("..") / "moved" / "run"
+    assert spec_base(run) == moved
+    assert find_model(str(run)).needed_text().encode("fox")
+    assert for_calls(Target(None, run), None).token
+    copy = back_up(run, tmp_path / "copies", keep=1)
+    assert (copy / "certs" / "ca.key").exists()
+    place = SpecPlace(run / "spec.resolved.yaml")
+    assert Path.cwd() == moved and place.path(Path("a")) == elsewhere / "a"
+    os.chdir(elsewhere)
+    (moved / "run" / "spec.folder").unlink()
+    assert spec_base(run) == elsewhere

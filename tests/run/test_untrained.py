@@ -107,6 +107,7 @@ def test_a_run_that_trained_nothing_takes_a_corrected_spec_as_another_run(folder
     assert sorted(path.name for path in folder.iterdir()) == [
         "server",
         "spec.current.yaml",
+        "spec.folder",
         "spec.resolved.yaml",
     ]
 

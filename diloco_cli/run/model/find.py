@@ -7,6 +7,7 @@ FILE   safetensors as `diloco pull` writes it; its metadata says which model it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from diloco_cli.models import Model, first_tensors, models
 from diloco_cli.models.hf.read import HfWeights, SafetensorsFile, is_hf_folder, read_choice
 from diloco_cli.models.transformer import Transformer
 from diloco_cli.run.find_credential import for_calls
-from diloco_cli.run.folder import RESOLVED, Target, find
+from diloco_cli.run.folder import RESOLVED, Target, find, spec_base
 from diloco_cli.run.model.text import TextCodec, codec_in, codec_of
 from diloco_cli.run.offline import write_weights
 from diloco_cli.spec.schema import RunSpec
@@ -155,7 +156,8 @@ def _of_run(run: Target, version: int | None, ema: bool, certs: Path | None) -> 
             model = _transformer(models.build(choice), str(run))
             weights = FileWeights(file, model)
     if spec is not None:
-        text = codec_of(spec.data)
+        with contextlib.chdir(spec_base(run.folder) if run.folder else "."):
+            text = codec_of(spec.data)
     else:
         text = codec_of({"tokenizer": json.loads(metadata.get("tokenizer", "null"))})
     return TrainedModel(str(run), model, weights, text, spec, run.folder, metadata)

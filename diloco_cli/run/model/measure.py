@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 
 from diloco_cli.data import datasets
 from diloco_cli.errors import SpecError
+from diloco_cli.run.folder import spec_base
 from diloco_cli.run.model.export import longest
 from diloco_cli.run.model.find import TrainedModel
 from diloco_cli.spec.schema import RegionSpec, RunSpec
@@ -43,8 +45,9 @@ def measure_heldout(trained: TrainedModel, region: str | None = None) -> Measure
     set_up(None)
     spec = _on_one_device(trained.spec)
     chosen = region or min(each.name for each in spec.regions)
-    task = prepare(spec, chosen)
-    batches = task.stream.heldout(spec.evaluate.batches)
+    with contextlib.chdir(spec_base(trained.folder) if trained.folder else "."):
+        task = prepare(spec, chosen)
+        batches = task.stream.heldout(spec.evaluate.batches)
     loss = task.step.engine().evaluate(dict(trained.weights), batches)
     return Measured(loss, _predicted(batches), f"held-out text of {chosen}")
 

@@ -70,10 +70,12 @@ def codec_of(choice: Mapping[str, Any]) -> TextCodec | None:
         if tokenizer.get("kind") == "bytes":
             return ByteText()
         if tokenizer.get("kind") == "hf" and tokenizer.get("file"):
-            return LibraryText(Path(tokenizer["file"]), tokenizer.get("separator"))
+            return LibraryText(
+                Path(tokenizer["file"]).expanduser().absolute(), tokenizer.get("separator")
+            )
         return None
     folder = choice.get("folder")
-    return codec_in(Path(folder).expanduser()) if isinstance(folder, str) else None
+    return codec_in(Path(folder).expanduser().absolute()) if isinstance(folder, str) else None
 
 
 def codec_in(folder: Path) -> TextCodec | None:
