@@ -104,6 +104,7 @@ def start(folder: Path, vault: Vault | None, **changes: Any) -> Guarded:
             stderr=log,
             stdout=log,
             cwd=ROOT,
+            start_new_session=True,  # As a service: without a terminal that could be closed.
         )
     guarded = Guarded(folder, vault, child)
     deadline = time.monotonic() + 60

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -76,3 +78,35 @@ def test_a_command_counts_signals_and_wakes_for_each(handlers):
         assert signals.impatient and signals.name == "SIGTERM"
         signals.pause(0.0)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+SERVICE = """
+import os, sys, time
+from diloco_cli.system.wakeup import Wakeup, stop_service_on_signals
+if sys.argv[1:]:
+    os.open(sys.argv[1], os.O_RDWR)  # The first that a session opens becomes its terminal.
+wakeup = Wakeup()
+stop_service_on_signals(wakeup, second=os._exit)
+print("ready", flush=True)
+wakeup.wait(300)
+print(wakeup.stop_reason or "woken", flush=True)
+"""
+
+
+@pytest.mark.parametrize("terminal, said", [(False, "woken"), (True, "told to stop by SIGHUP")])
+def test_sighup_ends_a_service_only_where_a_terminal_was_closed(terminal, said):
+    ours, theirs = os.openpty()
+    try:
+        service = subprocess.Popen(
+            [sys.executable, "-c", SERVICE, *([os.ttyname(theirs)] if terminal else [])],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert service.stdout and service.stdout.readline() == "ready\n"
+        service.send_signal(signal.SIGHUP)
+        assert service.communicate(timeout=300)[0].strip() == said
+    finally:
+        os.close(ours)
+        os.close(theirs)
