@@ -66,11 +66,17 @@ class Credentials:
 
     def context(self) -> ssl.SSLContext:
         """Makes the settings for Python's own TLS."""
-        context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
+        try:
+            context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
+        except (OSError, ssl.SSLError) as error:
+            if self.ca is None:
+                raise
+            raise _unusable(self.ca, error) from None
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         if self.certificate and self.key:
             try:
-                context.load_cert_chain(self.certificate, self.key)
+                # With a password, though an empty one, OpenSSL asks no terminal for another.
+                context.load_cert_chain(self.certificate, self.key, password="")
             except (OSError, ssl.SSLError) as error:
                 raise _unusable(self.certificate, error) from None
         return context

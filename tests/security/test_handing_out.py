@@ -67,9 +67,14 @@ def test_a_renewed_credential_is_taken_up_when_it_is_whole(place: Path, caplog):
     assert watch.look() is None, "it may still be on its way"
     renewed = watch.look()
     assert renewed and renewed.token != first.token and watch.look() is None
-    (home / "client.key").write_text("half a key")
-    assert [watch.look() for _ in range(3)] == [None] * 3
-    assert "the new credential is not used" in caplog.text
+    for name in ("client.key", "ca.pem"):
+        whole = (home / name).read_bytes()
+        caplog.clear()
+        (home / name).write_text("half a file")
+        assert [watch.look() for _ in range(3)] == [None] * 3
+        assert f"the new credential is not used: {home}" in caplog.text
+        (home / name).write_bytes(whole)
+        assert any(watch.look() for _ in range(3))
 
 
 @pytest.mark.parametrize("mode, accepted", [(0o400, True), (0o440, True), (0o644, False)])

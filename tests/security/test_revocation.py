@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import ssl
 import subprocess
@@ -16,9 +17,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.net.credentials import Credentials, load_credentials
+from diloco_cli.server.access import authority
 from diloco_cli.server.http.tls_reload import Certificates, refuse_open
 from tests import ROOT, SMALL_SERVER
 from tests.security.tls_server import (
@@ -110,10 +114,19 @@ def test_a_new_server_certificate_is_shown_without_a_restart(running: Guarded):
 def test_files_that_cannot_be_used_leave_the_old_ones_in_place(running: Guarded):
     credentials = running.vault.credentials
     operator = load_credentials(credentials.folder / "admins" / "operator")
+    certificate = (credentials.folder / "server.pem").read_bytes()
     (credentials.folder / "server.pem").write_bytes(b"not a certificate")
     running.until("the new certificates are not used")
     with client(running.url, operator) as asked:
         assert asked.get("/v1/status").status_code == 200
+    # Sound files in each other's place: OpenSSL takes them, the HTTP server would end over them.
+    revoked = (credentials.folder / "revoked.pem").read_bytes()
+    shutil.copy(credentials.folder / "ca.pem", credentials.folder / "revoked.pem")
+    (credentials.folder / "server.pem").write_bytes(certificate)
+    running.until("revoked.pem holds no list of revoked certificates")
+    with client(running.url, operator) as asked:
+        assert asked.get("/v1/status").status_code == 200
+    (credentials.folder / "revoked.pem").write_bytes(revoked)
     (credentials.folder / "server.pem").unlink()  # As between two steps of somebody's script.
     running.until("No such file")
     told = running.said.count(CHANGED)
@@ -147,6 +160,20 @@ def test_only_tls_1_3_is_spoken(guarded: Guarded):
         asked.get(plain)
 
 
+def _other_key(folder: Path, curve: ec.EllipticCurve, password: bytes = b"") -> None:
+    """Gives the server a key of its own choice, with a certificate that fits."""
+    key = ec.generate_private_key(curve)
+    issuer = authority.read_pair(folder / "ca.pem", folder / "ca.key")
+    subject = authority._name("diloco server")
+    built = authority._builder(subject, issuer.certificate.subject, key.public_key(), 30)
+    pair = authority.KeyPair(built.sign(issuer.key, hashes.SHA256()), key)
+    authority.keep_pair(pair, folder / "server.pem", folder / "server.key")
+    if password:
+        kind = serialization.BestAvailableEncryption(password)
+        form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        (folder / "server.key").write_bytes(key.private_bytes(*form, kind))
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
@@ -154,6 +181,10 @@ def test_only_tls_1_3_is_spoken(guarded: Guarded):
         (lambda folder: (folder / "tokens.json").unlink(), "tokens.json is missing"),
         (lambda folder: (folder / "server.key").chmod(0o644), "chmod 600"),
         (lambda folder: (folder / "ca.pem").write_bytes(b"?"), "cannot be used"),
+        (lambda folder: shutil.copy(folder / "ca.pem", folder / "revoked.pem"), "holds no list"),
+        (lambda folder: shutil.copy(folder / "revoked.pem", folder / "ca.pem"), "no certificate"),
+        (lambda folder: _other_key(folder, ec.SECP521R1()), "cannot use; it can use P-256"),
+        (lambda folder: _other_key(folder, ec.SECP256R1(), b"secret"), "no private key"),
         (lambda folder: (folder / "tokens.json").write_bytes(b"?"), "cannot be read"),
     ],
 )

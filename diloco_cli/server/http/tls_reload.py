@@ -52,17 +52,22 @@ class Certificates:
                     hint=f"diloco certs init --dir {self.folder}",
                 )
         check_private(key)
+        # First, because OpenSSL would ask the terminal for the password of a key that has one.
+        if why := authority.why_unusable(key, ca, revoked):
+            raise self._unusable(why)
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.load_verify_locations(ca)
             context.load_verify_locations(revoked)
         except (OSError, ssl.SSLError) as error:
-            raise SpecError(
-                f"server.certs: the files in {self.folder} cannot be used: "
-                f"{error.strerror or error}.",
-                hint=f"Restore them, or `diloco certs init --dir {self.folder}`.",
-            ) from None
+            raise self._unusable(str(error.strerror or error)) from None
+
+    def _unusable(self, why: str) -> SpecError:
+        return SpecError(
+            f"server.certs: the files in {self.folder} cannot be used: {why}.",
+            hint=f"Restore them, or `diloco certs init --dir {self.folder}`.",
+        )
 
     def tokens(self, run: str) -> TokenList:
         return TokenList(self.folder / FILE, run)
