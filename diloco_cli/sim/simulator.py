@@ -54,6 +54,14 @@ class Simulation:
         """The simulated region of a site; bench/quality overrides this with one that trains."""
         return SimulatedRegion(site, self.scenario)
 
+    def frame_bytes(self, region: SimulatedRegion, fragment: int) -> int:
+        """Of the frame that a region has just made; bench/quality counts those of a real one."""
+        return math.ceil(self.scenario.sizes[fragment] * self.scenario.up_bits / 8)
+
+    def version_bytes(self, fragment: int) -> int:
+        """Of the newest version as it travels down."""
+        return math.ceil(self.scenario.sizes[fragment] * self.scenario.down_bits / 8)
+
     def run(self) -> SimulationOutcome:
         budget, tally = self.scenario.budget, self.tally
         happened = self.agenda.run(self.scenario.duration, lambda: tally.applied >= budget)
@@ -105,7 +113,7 @@ class Simulation:
         if book is None or book.flight is None:
             return
         flight, size = book.flight, self.scenario.sizes[fragment]
-        length = math.ceil(size * self.scenario.up_bits / 8)
+        length = self.frame_bytes(region, fragment)
         identity = {"base": flight.base, "clock": flight.clock, "digest": flight.digest}
         receipt = Receipt(
             region.name,
@@ -151,7 +159,7 @@ class Simulation:
     def _published(self, fragment: int, members: dict[str, Receipt]) -> None:
         slot, now = self.server.ledger.slots[fragment], self.agenda.now
         self.tally.published(fragment, slot.version, members, now=now)
-        length = math.ceil(self.scenario.sizes[fragment] * self.scenario.down_bits / 8)
+        length = self.version_bytes(fragment)
         for name, region in self.regions.items():
             if region.alive:
                 arrives = self._fetched(region, length)

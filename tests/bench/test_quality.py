@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -140,7 +141,9 @@ def test_deaths_lose_only_what_no_disk_has_and_the_budget_is_trained_all_the_sam
 def test_a_region_that_comes_back_after_half_the_run_does_not_set_the_others_back():
     """Its weight was always limited; merged at its full length the loss rises by 5 % here."""
     budget = replace(SMALL, tokens=3 * 2 * 16 * 320, batch=6, warmup=10)
-    cell = Cell("cut", 3, (*EVEN, *HASTY, ("sync.every", EVERY), ("sync.fragments", 1)), cut=CUT)
+    cell = Cell(
+        "cut", 3, (*EVEN, *HASTY, ("sync.every", EVERY), ("sync.fragments", 1)), absence=CUT
+    )
     spec = spec_of(cell, budget, SEED)
     tasks = {f"r{n}": task_of(spec, f"r{n}", n, 3) for n in range(3)}
     seen: list[tuple[float, float]] = []
@@ -155,6 +158,63 @@ def test_a_region_that_comes_back_after_half_the_run_does_not_set_the_others_bac
     Watched(spec, scenario_of(cell, spec, tasks), tasks).train()
     back = next(number for number, (steps, _) in enumerate(seen) if steps > 100)
     assert seen[back][1] < 1.015 * seen[back - 1][1]
+
+
+def test_frames_take_the_time_of_their_bytes_on_a_narrow_line():
+    wide, narrow = train(PLAIN), train(replace(PLAIN, slower=85.0))
+    assert narrow[1].versions < wide[1].versions
+    rate = narrow[0].learners[0].site.link.rate
+    assert rate == pytest.approx(16 * sum(narrow[0].scenario.sizes) / 85.0)
+    # Those that the drain made travel no more.
+    sent = narrow[0].tally.bytes_up, narrow[0].tally.bytes_down
+    assert 0 < sent[0] < narrow[0].up_bytes and 0 < sent[1] < 2 * narrow[0].down_bytes
+
+
+def test_a_curve_is_measured_while_the_weights_are_trained():
+    spec = spec_of(PLAIN, SMALL, SEED)
+    parts = heldout_of(spec, SMALL.windows)
+    for cell, seconds in ((PLAIN, 0.0), (PARALLEL, 5.0)):
+        plain, watched = run_cell(cell, SMALL, SEED), run_cell(cell, SMALL, SEED, every=5.0)
+        assert watched["loss"] == plain["loss"] and "curve" not in plain
+        times, tokens, losses = zip(*watched["curve"], strict=True)
+        assert times[0] == seconds and list(tokens) == sorted(tokens)
+        assert all(b - a == pytest.approx(5.0) for a, b in pairwise(times))
+        assert losses[-1] < losses[0]
+        start = evaluate(spec, task_of(spec, "r0", 0, 2).model.init(SEED), parts[0])
+        assert losses[0] == pytest.approx(start, abs=1e-4) if seconds == 0.0 else losses[0] < start
+
+
+def test_a_region_without_its_disk_goes_on_from_the_newest_weights_with_nothing_else():
+    kept, lost, away = (
+        replace(PLAIN, absence=(0.5, 0.6), struck=struck)
+        for struck in ("kill-trainer", "kill-region", "leave")
+    )
+    habits = TrainingOptions(checkpoint=1)
+    trained = {}
+    for cell in (kept, lost, away):
+        training, done = train(cell, habits=habits)
+        last = learners(training)[-1]
+        trained[cell.struck] = done
+        tokens = [sum(one._trained() for one in learners(training)), SMALL.tokens]
+        for learner in learners(training):
+            assert all(abs(unmerged_work.account(book)) < 1e-6 for book in learner.own.books)
+        if cell is lost:
+            assert last._trained() < 0.6 * learners(training)[0]._trained()
+            assert tokens[0] + done.lost < tokens[1] and done.lost > 0
+        else:
+            assert tokens[0] == tokens[1]
+    names = trained["leave"].weights
+    for one, other in (("kill-trainer", "kill-region"), ("kill-region", "leave")):
+        pair = trained[one].weights, trained[other].weights
+        assert any(not np.array_equal(pair[0][name], pair[1][name]) for name in names)
+
+
+def test_speeds_that_the_spec_does_not_know_change_nothing():
+    """Learning rates follow the run's tokens; once they followed the speeds of the spec."""
+    settings = (*PLAIN.settings, ("inner.schedule", {"kind": "cosine", "warmup": 2}))
+    mixed = replace(PLAIN, settings=settings, speeds=(1.0, 0.25))
+    told, untold = train(mixed)[1], train(replace(mixed, told=False))[1]
+    assert all(np.array_equal(told.weights[name], untold.weights[name]) for name in told.weights)
 
 
 def test_what_is_in_the_file_is_not_run_again(tmp_path: Path):

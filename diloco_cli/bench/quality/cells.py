@@ -28,8 +28,16 @@ class Cell:
     """SIGKILLs of trainers an hour, all regions together, at four steps per second."""
     lockstep: bool = False
     """Every region makes `every` steps and waits, as DiLoCo was first published."""
-    cut: tuple[float, float] | None = None
-    """The last region trains on and cannot be reached between these shares of the run."""
+    absence: tuple[float, float] | None = None
+    """Between these shares of the run something has happened to the last region."""
+    struck: Literal["cut", "leave", "kill-trainer", "kill-region"] = "cut"
+    """It trains on and cannot be reached; or it stands still and comes back as it was, from its
+    disk, or without one, and goes on with the newest weights."""
+    slower: float = 0.0
+    """How many times slower data parallel, which sends 16 bits a parameter each step, is on the
+    lines than it computes; 0: the lines carry everything at once."""
+    told: bool = True
+    """The spec knows the speeds."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,8 @@ def table() -> list[Cell]:
         *_wires(),
         *_speeds("half slower", HALF, jitter=0.1),
         Cell("kills 324 an hour", 8, against="regions 8", kills=324.0),
-        Cell("cut off from 20 to 70 %", 4, against="regions 4", cut=CUT),
-        Cell("cut off, its work dropped", 4, DROPPED, against="regions 4", cut=CUT),
+        Cell("cut off from 20 to 70 %", 4, against="regions 4", absence=CUT),
+        Cell("cut off, its work dropped", 4, DROPPED, against="regions 4", absence=CUT),
     ]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from diloco_cli.assemble import spelled_out
 from diloco_cli.bench.quality.cells import Cell
 from diloco_cli.bench.quality.learner import TrainingOptions
-from diloco_cli.bench.quality.training import Trained, Training
+from diloco_cli.bench.quality.training import CurvePoint, Trained, Training, Watch
 from diloco_cli.core.fragments import cut
 from diloco_cli.data import Stream, datasets
 from diloco_cli.errors import RunFailed
@@ -30,6 +30,7 @@ from diloco_cli.models import Model, models, parameters
 from diloco_cli.sim import faults
 from diloco_cli.sim.network import Link
 from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario, ServerSite
+from diloco_cli.spec.fault_kinds import KILLS
 from diloco_cli.spec.resolved import resolved
 from diloco_cli.spec.schema import InnerSpec, RunSpec
 from diloco_cli.worker.engines.jax_engine import JaxStep, make_step
@@ -43,6 +44,10 @@ REAL_STEP = 0.25
 """Seconds of such a step where kills are counted by the hour."""
 BACK_AGAIN = 20
 """Steps that a killed trainer misses: 5 s."""
+LEASE = 40
+"""Steps of silence after which a region that is away counts no longer as live: 10 s."""
+GRADIENT_BITS = 16
+"""A parameter, of what data parallel sends and receives in each step: bf16, both ways at once."""
 CHECKPOINT = 8
 """Steps between two checkpoints of a trainer: 2 s, as one of a small model has them."""
 
@@ -104,7 +109,7 @@ class Budget:
 def spec_of(cell: Cell, budget: Budget, seed: int) -> RunSpec:
     """The cell as a run spec; what neither cell nor budget says is the spec's own default."""
     count = max(1, cell.regions)
-    speeds = cell.speeds or (1.0,) * count
+    speeds = (cell.told and cell.speeds) or (1.0,) * count
     data: dict[str, Any] = {
         "spec": 1,
         "name": "quality",
@@ -142,7 +147,10 @@ def name_of(cell: Cell, budget: Budget, seed: int) -> str:
     everything = resolved(spelled_out(spec_of(cell, budget, seed)))
     spec = {key: everything[key] for key in DECISIVE}
     world = [cell.regions, cell.speeds, cell.jitter, cell.travel, cell.kills, cell.lockstep]
-    world += [cell.cut] if cell.cut else []
+    world += [cell.absence, LEASE] if cell.absence else []
+    world += [cell.struck] if cell.struck != "cut" else []
+    world += [["slower", cell.slower]] if cell.slower else []
+    world += ["untold"] if not cell.told else []
     rules = [RULES, REAL_STEP, BACK_AGAIN, CHECKPOINT, text_digest(json.dumps(spec["data"]))]
     text = json.dumps([spec, world, budget.windows, rules], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -155,18 +163,24 @@ CellRecord = dict[str, Any]
 Keep = Callable[[Trained], None]
 
 
-def run_cell(cell: Cell, budget: Budget, seed: int, keep: Keep | None = None) -> CellRecord:
-    """Trains and measures one cell; gives the record of it, and the weights to `keep`."""
+def run_cell(
+    cell: Cell, budget: Budget, seed: int, keep: Keep | None = None, *, every: float = 0.0
+) -> CellRecord:
+    """Trains and measures one cell; gives the record of it, and the weights to `keep`.
+
+    With `every` the record has a curve: virtual seconds, tokens and loss, measured so often.
+    """
     began, cpu = time.monotonic(), time.process_time()
     record: CellRecord = {"cell": cell.name, "seed": seed, "id": name_of(cell, budget, seed)}
     spec = spec_of(cell, budget, seed)
+    parts = heldout_of(spec, budget.windows)
+    watch = Watch(every, lambda weights: evaluate(spec, weights, parts[0])) if every else None
     try:
-        trained = _parallel(spec) if not cell.regions else _decoupled(cell, spec, budget)
+        trained, curve = _decoupled(cell, spec, watch) if cell.regions else _parallel(spec, watch)
     except RunFailed as error:
         return {**record, "failed": error.message}
     if keep is not None:
         keep(trained)
-    parts = heldout_of(spec, budget.windows)
     halves = [evaluate(spec, trained.weights, part) for part in parts]
     averages = [evaluate(spec, trained.average, part) for part in parts]
     kept = {key: value for key, value in vars(trained).items() if key not in ("weights", "average")}
@@ -178,6 +192,7 @@ def run_cell(cell: Cell, budget: Budget, seed: int, keep: Keep | None = None) ->
         "ema": round(sum(averages) / 2, 6),
         "tokens": budget.tokens,
         **figures,
+        **({"curve": [[round(number, 5) for number in point] for point in curve]} if curve else {}),
         "wall": round(time.monotonic() - began, 1),
         "cpu": round(time.process_time() - cpu, 1),
     }
@@ -187,12 +202,13 @@ def _short(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _parallel(spec: RunSpec) -> Trained:
+def _parallel(spec: RunSpec, watch: Watch | None) -> tuple[Trained, list[CurvePoint]]:
     """Plain training with the whole batch: what data parallel computes."""
     task = task_of(spec, "r0", 0, 1)
     engine, cursor = task.step.engine(), task.stream.start()
     engine.load(task.model.init(spec.seed), None)
     average: dict[str, np.ndarray] = {}
+    curve: list[CurvePoint] = []
     for step in range(1, horizon(spec) + 1):
         tokens, cursor = task.stream.batch(cursor)
         engine.step(tokens)
@@ -201,49 +217,58 @@ def _parallel(spec: RunSpec) -> Trained:
                 flat, before = values.ravel(), average.get(name)
                 at = step // AVERAGE_STEPS
                 average[name] = averaged(before, flat, at, share=AVERAGE)
+        if watch is not None and step * STEP // watch.every > (step - 1) * STEP // watch.every:
+            loss = watch.measure(engine.snapshot().params)
+            curve.append(CurvePoint(step * STEP, float(step * task.tokens), loss))
     weights = engine.snapshot().params
     average = {name: average.get(name, flat).reshape(flat.shape) for name, flat in weights.items()}
-    return Trained(weights, average, spec.budget.tokens, 1.0, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+    plain = (spec.budget.tokens, 1.0, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+    return Trained(weights, average, *plain), curve
 
 
-def _decoupled(cell: Cell, spec: RunSpec, budget: Budget) -> Trained:
+def _decoupled(cell: Cell, spec: RunSpec, watch: Watch | None) -> tuple[Trained, list[CurvePoint]]:
     count = len(spec.regions)
     tasks = {
         region.name: task_of(spec, region.name, number, count)
         for number, region in enumerate(spec.regions)
     }
-    habits = TrainingOptions(cell.lockstep, CHECKPOINT if cell.kills else None)
+    dies = bool(cell.kills) or (cell.absence is not None and cell.struck in KILLS)
+    habits = TrainingOptions(cell.lockstep, CHECKPOINT if dies else None)
     scenario = scenario_of(cell, spec, tasks)
-    return Training(spec, scenario, tasks, habits=habits, refund=bool(cell.kills)).train()
+    training = Training(spec, scenario, tasks, habits=habits, refund=bool(cell.kills), watch=watch)
+    return training.train(), training.curve
 
 
 def scenario_of(cell: Cell, spec: RunSpec, tasks: Mapping[str, Task]) -> Scenario:
     """The cell as time sees it."""
     # A frame, the news of a version and the version each take one delay.
     link = Link(delay=cell.travel * STEP / 3)
-    sites = tuple(
-        RegionSite(
-            region.name, STEP / region.speed, float(tasks[region.name].tokens), link, cell.jitter
-        )
-        for region in spec.regions
-    )
     layout = tasks[spec.regions[0].name].layout
+    if cell.slower:
+        size = sum(fragment.size for fragment in layout.fragments)
+        link = replace(link, rate=GRADIENT_BITS * size / (cell.slower * STEP))
+    sites = tuple(
+        RegionSite(region.name, STEP / speed, float(tasks[region.name].tokens), link, cell.jitter)
+        for region, speed in zip(
+            spec.regions, cell.speeds or (1.0,) * len(spec.regions), strict=True
+        )
+    )
     struck: list[faults.Fault] = []
     if cell.kills:
         mean = 3600 / cell.kills * len(sites) / REAL_STEP * STEP
         names = [site.name for site in sites]
         until = 10 * STEP * horizon(spec)
         struck = faults.drawn(faults.Law(mean), names, until=until, seed=spec.seed)
-    if cell.cut:
-        first, last = (share * STEP * horizon(spec) for share in cell.cut)
-        struck.append(faults.Fault(first, "cut", sites[-1].name, last - first))
+    if cell.absence:
+        first, last = (share * STEP * horizon(spec) for share in cell.absence)
+        struck.append(faults.Fault(first, cell.struck, sites[-1].name, last - first))
     return Scenario(
         name=cell.name,
         sites=sites,
         sizes=tuple(fragment.size for fragment in layout.fragments),
         sync=spec.sync,
         duration=float("inf"),
-        server=ServerSite(lease=1000 * STEP, commit=0.005 * STEP),
+        server=ServerSite(lease=(LEASE if cell.absence else 1000) * STEP, commit=0.005 * STEP),
         recovery=Recovery(detect=0.0, restart=BACK_AGAIN * STEP),
         faults=tuple(struck),
         seed=spec.seed,

@@ -8,6 +8,7 @@ their result is asked for, not one by one as time passes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -41,6 +42,8 @@ class TrainingSetup(Protocol):
     """What a learner needs of the play it takes part in."""
 
     def version(self, fragment: int, number: int) -> Version: ...
+
+    def newest(self, fragment: int) -> Version: ...
 
     def posted(self, frame: Frame) -> None:
         """Takes the bytes that travel."""
@@ -87,6 +90,7 @@ class TrainingRegion(SimulatedRegion):
             [version.state.published for version in first],
         )
         self.saved = self.own.checkpoint() if habits.checkpoint else None
+        self.keeps = False
         if habits.lockstep:
             self.reports_after = 1  # Whoever stands still could not say so later.
 
@@ -183,11 +187,33 @@ class TrainingRegion(SimulatedRegion):
         """The process ends here; `start` goes back to what a disk would have."""
         self.advance(now)
         self.training = self.waiting = False
+        self.keeps = keeps
 
     def start(self, *, now: Seconds) -> None:
-        if self.saved is not None and not self.training:
-            self._restore(self.saved)
+        if not self.training and not self.keeps:
+            if not self.alive:
+                self._begin_anew()
+            elif self.saved is not None:
+                self._restore(self.saved)
         super().start(now=now)
+
+    def _begin_anew(self) -> None:
+        """Stands on the newest weights with a fresh optimiser, as a region without its disk."""
+        before = self._trained()
+        newest = [self.around.newest(number) for number in range(len(self.sizes))]
+        books = [
+            Book(version.number, version.merged.get(self.name, ""), posted=book.posted)
+            for version, book in zip(newest, self.own.books, strict=True)
+        ]
+        anchors = [version.state.published for version in newest]
+        params = self.task.model.init(self.task.spec.seed)
+        for fragment, anchor in zip(self.task.layout.fragments, anchors, strict=True):
+            scatter(anchor, fragment, params)
+        merged = self._merged()
+        self.sent.clear()
+        self.own = self._holdings(books, anchors, None, params)
+        self.saved = self.own.checkpoint() if self.habits.checkpoint else None
+        self.around.lost(before - merged)
 
     def _restore(self, saved: Checkpoint) -> None:
         """Stands where checkpoint, outbox and the images adopted so far say, as a trainer does."""
@@ -207,6 +233,12 @@ class TrainingRegion(SimulatedRegion):
         self.around.lost(before - self._trained())
 
     def _trained(self) -> float:
+        return self._together([book.totals.trained for book in self.own.books])
+
+    def _merged(self) -> float:
+        return self._together([book.totals.applied for book in self.own.books])
+
+    def _together(self, tokens: Sequence[float]) -> float:
+        """Tokens of the whole model, of those of each fragment."""
         sizes = [fragment.size for fragment in self.task.layout.fragments]
-        trained = [book.totals.trained for book in self.own.books]
-        return sum(a * b for a, b in zip(sizes, trained, strict=True)) / sum(sizes)
+        return sum(a * b for a, b in zip(sizes, tokens, strict=True)) / sum(sizes)

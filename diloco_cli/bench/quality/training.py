@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,23 @@ from diloco_cli.worker.trainer.task import Task, horizon
 from diloco_cli.worker.trainer.weights_and_books import TrainedWeights
 
 Seconds = float
+
+
+class CurvePoint(NamedTuple):
+    """The held-out loss of the global weights at a moment."""
+
+    seconds: Seconds
+    tokens: float
+    """Trained by then, also what is in no version yet."""
+    loss: float
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How often the loss of the global weights is measured while they are trained."""
+
+    every: Seconds
+    measure: Callable[[dict[str, np.ndarray]], float]
 
 
 class MemoryPayloads:
@@ -89,8 +106,10 @@ class Training(Simulation):
         *,
         habits: TrainingOptions | None = None,
         refund: bool = False,
+        watch: Watch | None = None,
     ) -> None:
         """With `refund`, tokens that a death undid are trained again within the budget."""
+        self._watch = watch
         self.spec, self.parts = spec, resolve(spec)
         self.settings, self.payloads = settings_of(spec, self.parts), MemoryPayloads()
         self.left, self.refund = float(spec.budget.tokens), refund
@@ -99,12 +118,17 @@ class Training(Simulation):
         self.up_bytes = self.up_values = self.down_bytes = self.down_values = 0
         self._tasks, self._habits = tasks, habits or TrainingOptions()
         self.learners: list[TrainingRegion] = []
+        self.curve: list[CurvePoint] = []
+        self._newest_bytes: dict[int, int] = {}
         self._alike: dict[JaxStep, int] = {}
         """How many learners share a compiled step."""
         self.made = [[version] for version in first_versions(spec, self.parts)]
         super().__init__(scenario)
 
     # What learners ask
+
+    def newest(self, fragment: int) -> Version:
+        return self.made[fragment][-1]
 
     def version(self, fragment: int, number: int) -> Version:
         return self.made[fragment][number]
@@ -158,6 +182,7 @@ class Training(Simulation):
         if isinstance(made, Spoiled):
             raise RunFailed(f"Round {old.number} of fragment {fragment} failed: {made.why}.")
         version, data = made
+        self._newest_bytes[fragment] = len(data)
         frame = open_frame(data, size=place.size)
         decoded, digest = frame.added_to(old.state.published)
         if digest != version.digest or not np.array_equal(decoded, version.state.published):
@@ -168,10 +193,27 @@ class Training(Simulation):
         for receipt in receipts:
             del self.payloads.frames[receipt.digest]
 
+    def frame_bytes(self, region: SimulatedRegion, fragment: int) -> int:
+        return len(cast(TrainingRegion, region).sent[fragment].data)
+
+    def version_bytes(self, fragment: int) -> int:
+        return self._newest_bytes[fragment]
+
+    def _look(self) -> None:
+        """Measures what regions were given by now; steps that are in no version do not count."""
+        assert self._watch is not None
+        self.train_until(self.agenda.now)
+        trained = self.spec.budget.tokens - self.left
+        loss = self._watch.measure(self.weights())
+        self.curve.append(CurvePoint(self.agenda.now, trained, loss))
+        self.agenda.at(self.agenda.now + self._watch.every, self._look)
+
     # From the first step to the last weights
 
     def train(self) -> Trained:
         """Trains until the budget is spent, then merges what is still held."""
+        if self._watch is not None:
+            self.agenda.at(0.0, self._look)
         self.agenda.run(math.inf, lambda: self.left <= 0)
         seconds, learners = self.agenda.now, self.learners
         full = sum(site.tokens / site.step for site in self.scenario.sites) * seconds

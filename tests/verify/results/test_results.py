@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from diloco_cli.bench.quality.runner import append
-from tests.verify.results import curves, downstream, goodput, ladder
+from tests.verify.results import (
+    absences,
+    curves,
+    downstream,
+    goodput,
+    ladder,
+    late_loss,
+    public_harness,
+)
 from tests.verify.results.budget import Outcome
 from tests.verify.results.records import Record, reached
 from tests.verify.results.scavenging import SHORTEST, VISITORS, drawn
@@ -131,3 +139,42 @@ def test_scores_are_compared_seed_by_seed():
         for seed in (1, 2)
     ]
     assert "| 25k | regions 8, adamw | 2 | 49.50 % | -2.00" in downstream.told(records)
+
+
+def test_a_data_parallel_job_under_kills_loses_what_its_kind_loses():
+    kills = [(10.0, "a"), (12.0, "b"), (30.0, "a")]
+    rigid = late_loss.Parallel("rigid", 0.0, step=0.25, back=5.0, checkpoint=0.0)
+    assert rigid.goodput(kills, 50.0) == pytest.approx(40 / 50)  # Of two kills; one strikes a dead.
+    again = late_loss.Parallel("elastic", 10.0, step=0.25, back=5.0)
+    assert again.goodput(kills, 50.0) == pytest.approx(30 / 50)
+    at_once = late_loss.Parallel("elastic", 0.0, step=0.25, back=5.0)
+    assert at_once.goodput(kills, 50.0) == pytest.approx(1 - 15 / 8 / 50)
+    # The undisturbed curve, later by what was lost: step 100 would have been at 25 s.
+    assert rigid.curve([(40.0, 3.0), (100.0, 2.0)], kills, 50.0) == [(10.0, 3.0), (30.0, 2.0)]
+    assert late_loss.at([(0.0, 4.0), (10.0, 2.0)], 5.0) == 3.0
+    assert late_loss.ratio([20.0, 20.0, 20.0]) == "20.0 (20.0 to 20.0)"
+
+
+def test_absences_are_compared_seed_by_seed():
+    names = absences.CUT_OFF, absences.OUT
+    records = [
+        {"cell": name, "seed": seed, "loss": (2.0 + seed) * factor}
+        for seed in (1, 2, 3)
+        for name, factor in zip(names, (1.0, 1.01), strict=True)
+    ]
+    said = absences.told(records)
+    assert "| cut off, comes back | 3 | 4.0000 | -0.99 ± 0.00 % | left out |" in said
+    assert "| cut off, comes back | 3 | 4.0000 | – | even |" in said
+
+
+def test_a_task_of_the_public_harness_has_the_real_ending_in_every_place(tmp_path: Path):
+    asked = np.full((9, 4, 16), ord("a"), np.int32)
+    asked[:, :, -4:] = ord("a") + np.arange(4)[None, :, None]
+    asked[3, 2, 5] = 200  # No plain ASCII: such a stretch is left out.
+    assert public_harness.written(asked, tmp_path) == 8
+    lines = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
+    assert [line["real"] for line in lines] == [0, 1, 2, 3] * 2
+    assert all(line["endings"][line["real"]] == "aaaa" for line in lines)
+    assert all(sorted(line["endings"]) == ["aaaa", "bbbb", "cccc", "dddd"] for line in lines)
+    assert {line["beginning"] for line in lines} == {12 * "a"}
+    assert str(tmp_path / "questions.jsonl") in (tmp_path / "next_code.yaml").read_text()
