@@ -57,7 +57,7 @@ certificate, and calls carry `authorization: Bearer TOKEN` (a browser may send t
 password of Basic). Without, on the loopback address, anybody may make any call.\
 """
 EVENTS = """\
-`events.jsonl` in the run folder has one JSON object a line: `kind`, `time` (seconds since 1970),
+`events.jsonl` in the run folder has one JSON object per line: `kind`, `time` (seconds since 1970),
 `seconds` (since the process began), `process`, and the fields of the kind. Each process appends
 its own lines; nothing is ever rebuilt from them. A file that has reached 64 MiB becomes
 `events.jsonl.1`, in place of the one before; both may be deleted at any time.

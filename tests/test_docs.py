@@ -158,3 +158,27 @@ def test_links_that_a_site_has_no_page_for_become_names():
     assert on_page_markdown(text, page=None, config=None, files=Files) == (
         "`a`, [b](reference/commands.md), [c](guides/c.md#d), [e](https://e.org/f/)"
     )
+
+
+ODD = re.compile(
+    r"somebody asked for it|; again in \d|the same command again goes on|only took up room"
+    r"|(bits|bytes) a parameter|nats a token|one line a check|once more kills|has given all it held"
+    r"|until he is|Make the server's weights again|versions made again",
+    re.IGNORECASE,
+)
+"""Phrases that made native readers stop."""
+
+
+def test_no_page_and_no_message_says_it_oddly():
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "diloco_cli").rglob("*.py"),
+    ]
+    found = {
+        f"{path.relative_to(ROOT)}: {odd[0]}"
+        for path in pages
+        if (odd := ODD.search(re.sub(r"\s+", " ", path.read_text("utf-8"))))
+    }
+    assert found == set()
+    assert ODD.search("4.3 bits a parameter")

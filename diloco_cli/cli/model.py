@@ -187,8 +187,8 @@ def evaluate(
 ) -> None:
     """Measure a model's loss on text, or its scores on known tasks.
 
-    The loss in nats a token, and as perplexity. Models with other tokenizers are not comparable by
-    it. `--harness` exports the model and gives it to lm-eval, which is an extra to install.
+    The loss in nats per token, and as perplexity. Models with other tokenizers are not comparable
+    by it. `--harness` exports the model and gives it to lm-eval, which is an extra to install.
     """
     import math
 
@@ -218,7 +218,7 @@ def evaluate(
         typer.echo(json.dumps(document))
         return
     typer.echo(
-        f"{found.loss:.4f} nats a token, perplexity {math.exp(found.loss):.4g}, over "
+        f"{found.loss:.4f} nats per token, perplexity {math.exp(found.loss):.4g}, over "
         f"{found.tokens:,} tokens of {found.of}"
     )
 

@@ -253,7 +253,7 @@ def _fragment_line(line: ReplayedFragment, base: int) -> str:
     start = f"version {line.start}" if line.start else "the initial weights"
     if base:
         start += f", journal compacted up to record {base}"
-    again = f"{line.made} versions made again from {start}" if line.made else f"only {start}"
+    again = f"{line.made} versions recomputed from {start}" if line.made else f"only {start}"
     return f"fragment {line.fragment}  version {line.version}  {line.digest[:12]}  equal ({again})"
 
 

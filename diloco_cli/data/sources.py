@@ -1,6 +1,6 @@
 """Documents out of files, in the same order every time.
 
-    *.jsonl *.ndjson *.json   one JSON object a line, the text in one of its fields
+    *.jsonl *.ndjson *.json   one JSON object per line, the text in one of its fields
     *.parquet                 the text in one of the columns
     *.arrow *.feather *.ipc   the same, files and streams
     anything else             one file, one document

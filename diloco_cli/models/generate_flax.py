@@ -76,7 +76,7 @@ def mean_loss(
     batches: Iterable[np.ndarray],
     separator: int | None = None,
 ) -> float:
-    """The loss in nats a token over some batches, on one device in float32.
+    """The loss in nats per token over some batches, on one device in float32.
 
     Documents that end with `separator`, if one is given, are kept apart.
     """

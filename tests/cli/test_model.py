@@ -49,7 +49,7 @@ def test_a_run_its_pulled_file_and_its_exported_folder_are_one_model(capsys, run
         assert code == 0 and json.loads(out)["tokens"] == 12 * 9 - 1
         losses.append(json.loads(out)["loss"])
     assert losses[0] == losses[1] == pytest.approx(np.log(256), abs=1.5)
-    assert "nats a token" in diloco(capsys, "evaluate", run)[1]
+    assert "nats per token" in diloco(capsys, "evaluate", run)[1]
 
 
 def test_an_exported_folder_has_what_others_look_for(capsys, run):

@@ -31,7 +31,7 @@ def test_a_replay_of_what_the_journal_says_is_0_and_says_where_it_began(capsys, 
     code, out, _ = diloco(capsys, "replay", folder)
     assert code == 0
     assert "fragment 0  version 2" in out
-    assert "equal (2 versions made again from the initial weights)" in out
+    assert "equal (2 versions recomputed from the initial weights)" in out
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     _, document, _ = diloco(capsys, "replay", folder, "--format", "json")
     found = json.loads(document)

@@ -141,7 +141,7 @@ def test_a_run_that_began_with_weights_is_replayed_from_them(old, capsys):
     shutil.rmtree(old)
     code, out, said = diloco(capsys, "replay", "new")
     assert code == 0, said
-    assert "2 versions made again from the initial weights" in out
+    assert "2 versions recomputed from the initial weights" in out
     # A version 0 of other weights, whole in itself, is not the one on record.
     other = opened(load(Path(), "other"), Path("other"))
     asyncio.run(close_server(other))

@@ -27,7 +27,7 @@ class Measured:
     """What a model makes of some text."""
 
     loss: float
-    """Nats a token."""
+    """Nats per token."""
     tokens: int
     of: str
     """Which text."""
