@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: install demo check test long lint model dst killloop host-kills amendments powercut restores realign-kills load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs site clean
+.PHONY: install demo check test long lint model dst killloop host-kills amendments powercut restores realign-kills guides load poison lies trainers harness chaos fuzz schema rehearse bench quality scavenging hundred-million docs site clean
 .DEFAULT_GOAL := install
 
 install: .venv/.stamp            ## the command `diloco` in .venv
@@ -72,6 +72,9 @@ restores: .venv/.stamp-test      ## 50 copies of a server under load brought bac
 
 realign-kills: .venv/.stamp-test ## 20 servers lost or set back, a SIGKILL at every step of going on; goes on where it stopped
 	nice -n 10 $(BIN)/python -m tests.verify.rebuild.kills --losses 20 --results build/realign-kills.jsonl
+
+guides: .venv/.stamp-test        ## every command of the guides for several hosts, on hosts in network namespaces; needs root
+	$(BIN)/python -m tests.verify.guides.follow
 
 load: .venv/.stamp-test          ## 256 clients for ten minutes: uploads a second, the server's memory
 	$(BIN)/python -m tests.verify.load.many --clients 256 --seconds 600 --json build/load.json

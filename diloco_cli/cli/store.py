@@ -208,6 +208,14 @@ def _rebuild(
             "another, and every region must be issued its credential anew",
             err=True,
         )
+    if not wanted and not copy:
+        port = plan.settings.spec.server.listen.rpartition(":")[2]
+        typer.echo(
+            "note: the spec is a region's, and does not know what the server was told at its "
+            "start. If regions come over TLS, put the run's certs/ here and add: --set "
+            f"server.certs=certs --set server.listen=0.0.0.0:{port}",
+            err=True,
+        )
     after = _replay(folder, None)
     if format is Format.json:
         found = {"was": plan.run, "holders": [each.holders for each in plan.fragments]}

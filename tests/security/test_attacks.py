@@ -209,6 +209,19 @@ def test_garbage_instead_of_a_handshake_or_a_request_is_survived(target: Guarded
                 secure.sendall(junk)
 
 
+@pytest.mark.parametrize(
+    "hosts, status", [(b"", b"400"), (b"Host: h\r\n", b"200"), (b"Host: h\r\nHost: h\r\n", b"400")]
+)
+def test_a_request_that_does_not_name_its_host_is_refused(target: Guarded, hosts, status):
+    """Our HTTP library adds an empty `Host` where none came, so only real bytes show it."""
+    token = target.vault.identity("admin", "operator").headers["authorization"].encode()
+    with raw(target, "http/1.1") as secure:
+        secure.sendall(
+            b"GET /v1/status HTTP/1.1\r\n" + hosts + b"Authorization: " + token + b"\r\n\r\n"
+        )
+        assert secure.recv(4096).startswith(b"HTTP/1.1 " + status)
+
+
 def test_json_has_a_size_limit_before_it_is_parsed(target: Guarded):
     paris = target.vault.identity("upload", "paris")
     with unharmed(target), client(target.url, paris) as asked:

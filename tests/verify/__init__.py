@@ -5,6 +5,7 @@ dst/         a deterministic simulation of the server as it is shipped
 durability/  a real server that is killed, cut off its power and given bad disks
 foretell/    how well do simulation and plan predict what was measured?
 fuzz/        bytes that nobody means, by the million: what a peer may send is refused or means …
+guides/      the guides for several hosts, followed to the letter in network namespaces
 load/        many clients and one server
 model/       a model of the whole protocol in which anything may die at any moment
 page/        the page of a very long run, and the pictures in the documentation

@@ -227,7 +227,8 @@ def _lacks_host(scope: Scope) -> bool:
     """What HTTP/1.1 asks every client to send, so that nobody in between mistakes the request."""
     if not str(scope.get("http_version", "")).startswith("1.1"):
         return False
-    return sum(name == b"host" for name, _ in scope["headers"]) != 1
+    hosts = [value for name, value in scope["headers"] if name == b"host"]
+    return len(hosts) != 1 or not hosts[0]  # The HTTP library adds an empty one where none came.
 
 
 _NO_HOST = HttpRefusal("bad-request", "The request has no `Host`, or more than one.")
