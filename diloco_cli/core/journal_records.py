@@ -229,6 +229,8 @@ class WeightsEvaluated(JournalRecord):
     versions: tuple[int, ...]
     loss: float
     region: str
+    ema: bool | None = None
+    """It is that of the average of the published weights, as of these versions."""
 
 
 @dataclass(frozen=True, slots=True)

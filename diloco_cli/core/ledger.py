@@ -179,6 +179,8 @@ class Ledger:
     continues: list[str] = field(default_factory=list)
     """Ids of the runs that this one goes on from, oldest first, if it was rebuilt."""
     evaluations: list[Evaluation] = field(default_factory=list)
+    ema_evaluations: list[Evaluation] = field(default_factory=list)
+    """The same of the average of the published weights, where the run keeps one."""
     amendments: list[TermsAmended] = field(default_factory=list)
     """In order: the n-th leads to terms n."""
     refused: dict[str, int] = field(default_factory=dict)
@@ -272,10 +274,8 @@ class Ledger:
         if begun := entry["begun"]:
             self.begun = RunBegun(**{**begun, "states": tuple(begun["states"])})
         self.retired = {name: Retirement(**gone) for name, gone in entry["retired"].items()}
-        self.evaluations = [
-            Evaluation(tuple(each["versions"]), each["loss"], each["region"])
-            for each in entry["evaluations"]
-        ]
+        self.evaluations = _evaluations(entry["evaluations"])
+        self.ema_evaluations = _evaluations(entry["ema_evaluations"])
         self.amendments = [
             TermsAmended(
                 **{**each, **{key: tuple(each[key]) for key in ("add", "remove", "repace")}}
@@ -325,7 +325,8 @@ class Ledger:
             case RunFinished():
                 self.finished = record.why
             case WeightsEvaluated():
-                self._evaluated(Evaluation(record.versions, record.loss, record.region))
+                known = self.ema_evaluations if record.ema else self.evaluations
+                _evaluated(known, Evaluation(record.versions, record.loss, record.region))
             case TermsAmended():
                 self.amendments.append(record)
                 self.amend_members(number, record)
@@ -494,9 +495,13 @@ class Ledger:
         self.outer_steps += 1
         self.seconds = max(self.seconds, record.seconds)
 
-    def _evaluated(self, evaluation: Evaluation) -> None:
-        known = self.evaluations
-        known.append(evaluation)
-        if len(known) > MOST_EVALUATIONS:
-            best = min(known, key=lambda each: each.loss)
-            del known[2 if known[1] is best else 1]
+
+def _evaluated(known: list[Evaluation], evaluation: Evaluation) -> None:
+    known.append(evaluation)
+    if len(known) > MOST_EVALUATIONS:
+        best = min(known, key=lambda each: each.loss)
+        del known[2 if known[1] is best else 1]
+
+
+def _evaluations(entries: Iterable[Entry]) -> list[Evaluation]:
+    return [Evaluation(tuple(each["versions"]), each["loss"], each["region"]) for each in entries]

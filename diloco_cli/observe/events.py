@@ -120,6 +120,10 @@ KINDS: Mapping[str, EventKind] = {
         "the global weights were measured on held-out text",
         ("region", "versions", "loss", "outer_steps"),
     ),
+    "evaluated-ema": EventKind(
+        "the average of the published weights was measured on held-out text",
+        ("region", "versions", "loss", "outer_steps"),
+    ),
     "trainer-started": EventKind("a region's trainer was started", ("region", "pid", "restarts")),
     "realigned": EventKind(
         "a region goes on in the run that continues its own; tokens by fragment",

@@ -285,6 +285,8 @@ class History:
         self.run = Curves(RUN_COLUMNS, MOST_ROWS)
         self.regions: dict[str, Curves] = {}
         self.evaluations: list[HeldoutPoint] = []
+        self.ema: list[HeldoutPoint] = []
+        """The same of the average of the published weights."""
         self.rounds = Rounds(fragments)
         self.events: deque[tuple[float, str, str, str]] = deque(maxlen=MOST_EVENTS)
         """The last ones that are not about a round: wall time, kind, region, words."""
@@ -320,7 +322,9 @@ class History:
         self.rounds.present = [region.name for region in status.regions if region.alive]
         for region in status.regions:
             self._sample_region(at, region)
-        self._evaluated(at, status)
+        measured, tokens = status.loss, status.tokens.applied
+        _evaluated(self.evaluations, at, tokens, measured.heldout, measured.heldout_at)
+        _evaluated(self.ema, at, tokens, measured.ema, measured.ema_at)
 
     def _sample_region(self, at: Seconds, region: RegionStatus) -> None:
         if not region.alive:
@@ -329,22 +333,6 @@ class History:
             return
         curves = self.regions.setdefault(region.name, Curves(REGION_COLUMNS, MOST_REGION_ROWS))
         curves.add(at, {name: getattr(region, name) for name in REGION_COLUMNS})
-
-    def _evaluated(self, at: Seconds, status: Status) -> None:
-        heldout, step = status.loss.heldout, status.loss.heldout_at
-        if heldout is None or step is None or not math.isfinite(heldout):
-            return
-        if self.evaluations and self.evaluations[-1].outer_step >= step:
-            return
-        self.evaluations.append(HeldoutPoint(at, status.tokens.applied, heldout, step))
-        if len(self.evaluations) > MOST_EVALUATIONS:
-            first, last = self.evaluations[0], self.evaluations[-1]
-            best = min(self.evaluations, key=lambda point: point.loss)
-            self.evaluations = [
-                point
-                for index, point in enumerate(self.evaluations)
-                if index % 2 or point in (first, best, last)
-            ]
 
     def document(
         self, since: Seconds = 0.0, *, points: int = MOST_POINTS, round_after: int = 0
@@ -356,17 +344,12 @@ class History:
         for name, curves in self.regions.items():
             region_times, columns = curves.since(since, max(FEWEST_POINTS, min(points, least)))
             regions[name] = {"at": region_times, **columns}
-        evaluations = [point for point in self.evaluations if point.at >= since]
-        step = max(1, math.ceil(len(evaluations) / MOST_POINTS))
         return {
             "span": self.run.span,
             "run": {"at": times, **run},
             "regions": regions,
-            "evaluations": [
-                [round(point.at, 3), point.tokens, point.loss, point.outer_step]
-                for index, point in enumerate(evaluations)
-                if index % step == 0 or index == len(evaluations) - 1
-            ],
+            "evaluations": _rows(self.evaluations, since),
+            "ema": _rows(self.ema, since),
             "rounds": self.rounds.after(round_after),
         }
 
@@ -375,8 +358,9 @@ class History:
         arrays = self.run.arrays("run")
         for index, (_, curves) in enumerate(self.regions.items()):
             arrays |= curves.arrays(f"region{index}")
-        points = [(p.at, p.tokens, p.loss, p.outer_step) for p in self.evaluations]
-        arrays["evaluations"] = np.array(points, np.float64).reshape(-1, 4)
+        for name, kept in (("evaluations", self.evaluations), ("ema", self.ema)):
+            points = [(p.at, p.tokens, p.loss, p.outer_step) for p in kept]
+            arrays[name] = np.array(points, np.float64).reshape(-1, 4)
         over = [record.plain() for record in self.rounds.all if record.published is not None]
         for name, listed in (
             ("names", list(self.regions)),
@@ -401,7 +385,7 @@ class History:
                 curves = Curves(REGION_COLUMNS, MOST_REGION_ROWS)
                 curves.restore(arrays, f"region{index}")
                 restored.regions[str(name)] = curves
-            points = _points(arrays["evaluations"].tolist())
+            points, ema = (_points(arrays[name].tolist()) for name in ("evaluations", "ema"))
             rounds = [RoundRecord(**each) for each in json.loads(arrays["rounds"].tobytes())]
             events = [
                 (float(wall), str(kind), str(region), str(words))
@@ -411,7 +395,8 @@ class History:
             raise ValueError(f"the history is damaged: {error}") from None
         except Exception as error:  # What zipfile and zlib raise has no common base.
             raise ValueError(f"the history is damaged: {error}") from error
-        self.run, self.regions, self.evaluations = restored.run, restored.regions, points
+        self.run, self.regions = restored.run, restored.regions
+        self.evaluations, self.ema = points, ema
         self.rounds.go_on_from(rounds)
         self.events.extend(events)
 
@@ -425,14 +410,40 @@ def packed(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 def _words(kind: str, fields: Mapping[str, Any]) -> str:
     """What an event says, in a line."""
-    if kind == "evaluated":
-        return f"held-out {fields['loss']:.3f} at outer step {fields['outer_steps']}"
+    if kind in ("evaluated", "evaluated-ema"):
+        what = "held-out" if kind == "evaluated" else "held-out of the average"
+        return f"{what} {fields['loss']:.3f} at outer step {fields['outer_steps']}"
     if why := fields.get("why"):
         return str(why)
     if (silent := fields.get("silent_seconds")) is not None:
         return f"silent for {silent:.1f} s"
     shown = (f"{key} {value}" for key, value in fields.items() if key not in ("region", "owner"))
     return ", ".join(shown)[:LONGEST_WORDS]
+
+
+def _evaluated(
+    known: list[HeldoutPoint], at: Seconds, tokens: float, loss: float | None, step: int | None
+) -> None:
+    """Takes an evaluation, unless it is known; of very many every second one goes."""
+    if loss is None or step is None or not math.isfinite(loss):
+        return
+    if known and known[-1].outer_step >= step:
+        return
+    known.append(HeldoutPoint(at, tokens, loss, step))
+    if len(known) > MOST_EVALUATIONS:
+        kept = (known[0], min(known, key=lambda point: point.loss), known[-1])
+        known[:] = [each for index, each in enumerate(known) if index % 2 or each in kept]
+
+
+def _rows(points: Iterable[HeldoutPoint], since: Seconds) -> list[list[float]]:
+    """Evaluations from a moment on, no more than a drawing shows."""
+    listed = [point for point in points if point.at >= since]
+    step = max(1, math.ceil(len(listed) / MOST_POINTS))
+    return [
+        [round(point.at, 3), point.tokens, point.loss, point.outer_step]
+        for index, point in enumerate(listed)
+        if index % step == 0 or index == len(listed) - 1
+    ]
 
 
 def _points(rows: Iterable[Sequence[float]]) -> list[HeldoutPoint]:

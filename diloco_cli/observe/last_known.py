@@ -89,6 +89,10 @@ class _RunLogSums:
         if event.kind == "evaluated" and (loss := fields.get("loss")) is not None:
             self._evaluated(loss, sum(fields.get("versions") or ()))
 
+        if event.kind == "evaluated-ema" and (loss := fields.get("loss")) is not None:
+            changes = {"ema": loss, "ema_at": sum(fields.get("versions") or ())}
+            self.loss = self.loss.model_copy(update=changes)
+
     def _evaluated(self, loss: float, at: int) -> None:
         known = self.loss
         changes: dict[str, Any] = {"heldout": loss, "heldout_at": at}

@@ -10,7 +10,7 @@ The folder is only read, while the run goes on as well as afterwards.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class RunRecord:
     `learning_rate`, `gradient_norm`, …"""
     evaluations: Columns
     """`at`, `tokens`, `loss`, `outer_step` of every evaluation of the global weights."""
+    ema: Columns
+    """The same of the average of the published weights; empty where the run keeps none."""
     spec: str = ""
     """The run's settings, as YAML; by the newest amendment, where there is one."""
     _document: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -89,20 +91,22 @@ def read_run(folder: str | Path) -> RunRecord:
             ) from None
     document = history.document()
     document["now"] = max([0.0, *document["run"]["at"]])
-    points = document["evaluations"]
     return RunRecord(
         folder,
         _summary(folder / SUMMARY),
         document["run"],
         document["regions"],
         {name: read_metrics(region) for name, region in metrics_folders(folder)},
-        {
-            name: [point[column] for point in points]
-            for column, name in enumerate(("at", "tokens", "loss", "outer_step"))
-        },
+        _columns(document["evaluations"]),
+        _columns(document["ema"]),
         _text(folder / CURRENT) or _text(folder / RESOLVED),
         document,
     )
+
+
+def _columns(points: Sequence[Sequence[float]]) -> Columns:
+    names = ("at", "tokens", "loss", "outer_step")
+    return {name: [point[column] for point in points] for column, name in enumerate(names)}
 
 
 def summary_of(status: Status) -> dict[str, Any]:

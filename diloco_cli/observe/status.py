@@ -88,6 +88,9 @@ class LossStatus(StatusDocument):
     """Outer steps that the weights had when `heldout` was measured; the same for the others."""
     first_at: int | None = None
     best_at: int | None = None
+    ema: float | None = None
+    """Of the average of the published weights; None where `outer.ema` keeps none."""
+    ema_at: int | None = None
 
 
 class WireUse(StatusDocument):

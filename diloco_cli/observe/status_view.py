@@ -220,6 +220,8 @@ def _figures(status: Status) -> list[str]:
     facts = [heldout, f"outer steps {amount(status.outer_steps)}"]
     if at is not None:
         facts = [f"{heldout} at outer step {amount(at)} of {amount(status.outer_steps)}"]
+    if status.loss.ema is not None:
+        facts.append(f"EMA {loss(status.loss.ema)}")
     shares = [f"goodput: {goodputs}"] if (goodputs := goodputs_in_words(status.goodputs)) else []
     if status.goodput is not None:
         shares.append(f"kept {percent(status.goodput)}")

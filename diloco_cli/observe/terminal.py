@@ -241,6 +241,13 @@ def _states(status: Status) -> tuple[str, ...]:
 
 def _losses(losses: LossStatus, outer_steps: int | None) -> str:
     """Says each evaluation once, with the outer steps that its weights had."""
+    plain = _plain_losses(losses, outer_steps)
+    if losses.ema is None:
+        return plain
+    return f"{plain}; of their average {loss(losses.ema)} at {amount(losses.ema_at)}"
+
+
+def _plain_losses(losses: LossStatus, outer_steps: int | None) -> str:
     if losses.heldout is None:
         return "not evaluated yet"
     of = f"{amount(losses.heldout_at)} of {amount(outer_steps)}"

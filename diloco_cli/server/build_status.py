@@ -253,6 +253,7 @@ def _losses(coordinator: Coordinator) -> LossStatus:
     last, last_at = measured[-1] if measured else (None, None)
     first, first_at = measured[0] if measured else (None, None)
     best, best_at = min(measured, default=(None, None))
+    averaged = state.ledger.ema_evaluations[-1] if state.ledger.ema_evaluations else None
     heartbeats = [lease.heartbeat for lease in state.leases.all.values() if lease.heartbeat]
     train = [heartbeat.loss for heartbeat in heartbeats if heartbeat.loss is not None]
     return LossStatus(
@@ -263,6 +264,8 @@ def _losses(coordinator: Coordinator) -> LossStatus:
         heldout_at=last_at,
         first_at=first_at,
         best_at=best_at,
+        ema=float(averaged.loss) if averaged else None,
+        ema_at=sum(averaged.versions) if averaged else None,
     )
 
 

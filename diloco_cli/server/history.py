@@ -49,7 +49,7 @@ class HistoryRecorder:
         at = self._coordinator.state.seconds if self._coordinator else 0.0
         self.history.note(kind, fields, at, time.time())
         self._note(kind, **fields)
-        if kind == "evaluated" and self._coordinator:
+        if kind in ("evaluated", "evaluated-ema") and self._coordinator:
             self.sample(self._coordinator)  # The next second may bring another one.
 
     async def run(self, coordinator: Coordinator) -> None:

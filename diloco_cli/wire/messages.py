@@ -292,6 +292,8 @@ class News(Message):
     stop: Flag
     evaluate: Flag
     """This region evaluates the held-out loss of the global weights."""
+    ema: Flag = False
+    """The run keeps an average of its published weights, to be evaluated as well."""
     lease_seconds: Seconds
     terms: Count = 0
     """Number of the newest terms; `GET /v1/run` has the amendments that lead to them."""
@@ -392,6 +394,8 @@ class TrainerProgress(Request):
     """Tokens per second when nothing is wrong."""
     why: Text = ""
     heldout: HeldOut | None = None
+    heldout_ema: HeldOut | None = None
+    """Of the run's average of its published weights, as of these versions."""
     reading: TextCursor | None = None
 
     @classmethod

@@ -3,6 +3,7 @@
     identity.json      agent     who this folder is; durable before the region joins
     outbox/F.frame     trainer   newest frame of fragment F; durable, replaced, never deleted
     image/F            agent     whole published weights of F as of its newest version; durable
+    ema.safetensors    agent     the run's average of its published weights, to be measured once
     fate/F.json        agent     what the server said about the frame in the outbox; may be lost
     calls.json         agent     the server's newest news; may be lost
     terms.json         agent     amendments of the run; durable before the trainer may follow
@@ -148,6 +149,7 @@ class Mailbox:
         self.folder = folder
         self.checkpoint = folder / "checkpoint.safetensors"
         self.checkpoints = folder / "checkpoints"
+        self.average_file = folder / "ema.safetensors"
         self.calls_file = folder / "calls.json"
         self.lanes_file = folder / "lanes.json"
         self.progress_file = folder / "progress.json"
@@ -214,6 +216,7 @@ class Mailbox:
             "ready.json",
         ):
             _remove(self.folder.glob(f".{name}.*.draft"))
+        _remove(self.folder.glob(f"{self.average_file.name}*"))
         for folder in ("image", "fate"):
             _remove((self.folder / folder).glob(".*"))
 
@@ -324,6 +327,20 @@ class Mailbox:
                 f"The image {path} cannot be read: {error}.",
                 hint="Delete it; the region then fetches it again.",
             ) from None
+
+    def take_average(self) -> tuple[tuple[int, ...], dict[str, np.ndarray]] | None:
+        """Gives the average that lies here and its versions, once; None for none."""
+        if stamp(self.average_file) is None:
+            return None
+        try:
+            with safe_open(self.average_file, framework="np") as file:
+                versions = tuple(json.loads((file.metadata() or {})["versions"]))
+                names = list(file.keys())
+                return versions, {name: file.get_tensor(name) for name in names}
+        except (SafetensorError, OSError, KeyError, ValueError):
+            return None  # It is fetched again beside the next evaluation.
+        finally:
+            _remove((self.average_file,))
 
     def image_version(self, fragment: int) -> int:
         """Says which version is here without reading the weights; −1 for none or a damaged one.

@@ -59,7 +59,7 @@ async def small_run(folder) -> list[Entry]:
     await bench.send("tokyo", 0, late)
     await _refused(bench)
     heard = HeldOut(versions=(1, 0), loss=3.25)
-    await bench.beat("iowa", heldout=heard.model_dump())
+    await bench.beat("iowa", heldout=heard.model_dump(), heldout_ema=heard.model_dump())
     await _round_with_a_lost_payload(bench)
     await bench.amend({"outer.lr": 0.5, "sync.grace": None}, why="too slow")
     bench.state.record(RegionPaced("tokyo", 1.5, bench.state.allowance_clock, 18.0))

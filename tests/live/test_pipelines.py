@@ -41,13 +41,19 @@ def test_the_quickstart_learns_even_with_a_quarter_of_its_budget(tmp_path):
 
 def test_the_pulled_weights_have_the_held_out_loss_the_server_reports(tmp_path):
     folder, file = tmp_path / "run", tmp_path / "model.safetensors"
-    summary = ran(folder, "smoke.yaml")
+    summary = ran(folder, "smoke.yaml", "--set", "outer.ema=0.5")
     pulled = diloco("pull", str(folder), "--out", str(file))
     assert pulled.returncode == 0, pulled.stderr
     spec = load_run(folder / "spec.resolved.yaml").spec
     task = prepare(spec, min(region.name for region in spec.regions))  # It evaluates.
-    loss = task.step.engine().evaluate(load_file(file), task.stream.heldout(spec.evaluate.batches))
+    batches = list(task.stream.heldout(spec.evaluate.batches))
+    loss = task.step.engine().evaluate(load_file(file), batches)
     assert loss == pytest.approx(summary["loss"]["heldout"], abs=1e-5)
+    averaged = diloco("pull", str(folder), "--ema", "--out", str(file))
+    assert averaged.returncode == 0, averaged.stderr
+    average = task.step.engine().evaluate(load_file(file), batches)
+    assert average != loss and average == pytest.approx(summary["loss"]["ema"], abs=1e-5)
+    assert summary["loss"]["ema_at"] == summary["outer_steps"]
     evaluated = diloco("evaluate", str(folder), "--format", "json")
     assert evaluated.returncode == 0, evaluated.stderr
     assert json.loads(evaluated.stdout)["loss"] == pytest.approx(loss, abs=1e-5)

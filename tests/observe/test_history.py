@@ -18,7 +18,12 @@ from tests.observe.documents import make_status
 def sampled(seconds, **changes):
     return make_status(
         tokens={"applied": 10 * seconds},
-        loss={"heldout": 5.0 / (1 + seconds), "heldout_at": seconds},
+        loss={
+            "heldout": 5.0 / (1 + seconds),
+            "heldout_at": seconds,
+            "ema": 4.0 / (1 + seconds),
+            "ema_at": seconds,
+        },
         regions=[
             {"name": "left", "alive": True, "tokens_per_second": 7.0, "loss": 2.0},
             {"name": "right", "alive": False, "tokens_per_second": None},
@@ -74,6 +79,7 @@ def test_a_million_outer_steps_are_answered_in_little_and_survive_a_restart():
     assert known == sorted(known) and len(known) > 500
     assert "right" not in document["regions"] and document["regions"]["left"]["loss"][0] == 2.0
 
+    assert len(document["ema"]) == len(document["evaluations"]) <= 1001
     data, again = history.dump(), History(4)
     assert len(data) < 300_000
     again.load(data)

@@ -93,6 +93,7 @@ def test_the_run_log_alone_tells_the_last_known_state():
         at("accepted", region="tokyo", bytes=200),
         at("published", fragment=0, version=1, tokens=4096.0),
         at("evaluated", loss=2.5, versions=[1, 0]),
+        at("evaluated-ema", loss=2.25, versions=[1, 0]),
         at("lapsed", region="tokyo"),
         at("left", region="paris"),
         at("lapsed", region="paris"),
@@ -102,7 +103,7 @@ def test_the_run_log_alone_tells_the_last_known_state():
     assert known.state == "stopped" and known.outer_steps == 1
     assert known.loss.plain() == {
         **{"heldout": 2.5, "first": 5.5, "best": 2.5},
-        **{"heldout_at": 1, "first_at": 0, "best_at": 1},
+        **{"heldout_at": 1, "first_at": 0, "best_at": 1, "ema": 2.25, "ema_at": 1},
     }
     assert known.tokens["applied"] == 4096 and known.wire["bytes_up"] == 500
     assert known.regions == {"paris": "left", "tokyo": "lapsed"}

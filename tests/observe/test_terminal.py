@@ -218,6 +218,13 @@ def test_the_share_of_the_time_leads_and_what_is_merely_kept_is_not_called_goodp
 LOSSES = [
     (LossStatus(), "not evaluated yet"),
     (
+        LossStatus(
+            **{"heldout": 5.7, "first": 5.7, "heldout_at": 0, "first_at": 0},
+            **{"ema": 5.5, "ema_at": 4},
+        ),
+        "5.700 at outer step 0 of 96, the only evaluation; of their average 5.500 at 4",
+    ),
+    (
         LossStatus(heldout=5.743, first=5.743, best=5.743, heldout_at=0, first_at=0, best_at=0),
         "5.743 at outer step 0 of 96, the only evaluation",
     ),

@@ -64,6 +64,7 @@ class Counter:
         self.fenced = False
         self.pruned = False
         self.lies = False
+        self.no_average = ""
         self.n = 1
         self.flags: dict[str, Any] = {}
         self.amendments: list[Amendment] = []
@@ -237,6 +238,13 @@ class Connection:
             return None
         frames = range(since + 1, version + 1)
         return [self.counter.frame(fragment, number, "delta") for number in frames]
+
+    def weights(self, out: Any, *, ema: bool = False) -> dict[str, str]:
+        self._heard("average" if ema else "weights")
+        if self.counter.no_average:
+            raise SpecError(self.counter.no_average)
+        out.write_bytes(b"the average")
+        return {}
 
     def latest(self, fragment: int, *, after: int = -1, wait: float = 0) -> Latest:
         self._heard(f"latest {fragment}")

@@ -30,20 +30,26 @@ def loss_chart(
     by_time: bool = False,
     rule: str = "",
 ) -> str:
-    """Held-out loss, and each region's training loss, over merged tokens or time up to `end`."""
+    """Held-out loss of the weights and of their average, and each region's training loss, over
+    merged tokens or time up to `end`."""
     tokens_at = _TokensAt(history)
 
     def place(at: float) -> float:
         return at if by_time else tokens_at(at)
 
     lines, band = _of_regions(history, styles, "loss", place)
+    if average := evaluation_points(history, by_time=by_time, of="ema"):
+        lines.append(Line("EMA", average, "dash"))
     evaluations = evaluation_points(history, by_time=by_time)
     lines.append(Line("held-out", evaluations, "thick", dots=len(evaluations) <= 200))
     return loss_lines(lines, end=end, label=label, by_time=by_time, band=band, rule=rule)
 
 
-def evaluation_points(history: Document, *, by_time: bool = False) -> Points:
-    return [(at if by_time else tokens, value) for at, tokens, value, _ in history["evaluations"]]
+def evaluation_points(
+    history: Document, *, by_time: bool = False, of: str = "evaluations"
+) -> Points:
+    """The held-out losses over merged tokens or time; with `of` "ema", the average's."""
+    return [(at if by_time else tokens, value) for at, tokens, value, _ in history[of]]
 
 
 def loss_lines(

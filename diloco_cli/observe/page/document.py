@@ -52,6 +52,7 @@ EMPTY: Mapping[str, Any] = {
     "run": {"at": []},
     "regions": {},
     "evaluations": [],
+    "ema": [],
     "rounds": [],
     "now": 0.0,
 }
@@ -234,10 +235,12 @@ def _loss(status: Status, history: Mapping[str, Any], view: View, styles: Mappin
         by_time=view.by_time,
         rule="" if view.by_time else "budget",
     )
-    more = f"{measured}training {loss(status.loss.train)}"
+    average = f"their average {loss(status.loss.ema)}; " if status.loss.ema is not None else ""
+    more = f"{measured}{average}training {loss(status.loss.train)}"
     many = len(history["regions"]) > MOST_LINES
     band = "The line is the median of the regions, the band holds eight of ten. " if many else ""
-    said = f"Nats per token, log scale. {band}{_legend(history, styles)}"
+    dashed = "Dashed: the average of the published weights. " if history["ema"] else ""
+    said = f"Nats per token, log scale. {band}{dashed}{_legend(history, styles)}"
     return (
         f"{heading('Held-out loss', loss(status.loss.heldout), more, switch)}{drawing}"
         f"<p class='quiet small read'>{said}</p>"

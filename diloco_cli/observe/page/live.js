@@ -178,7 +178,7 @@ function soon() {
 
 function listen() {
   const events = new EventSource('/v1/events');
-  for (const kind of ['published', 'evaluated', 'joined', 'lapsed', 'left', 'amended', 'run-finished',
+  for (const kind of ['published', 'evaluated', 'evaluated-ema', 'joined', 'lapsed', 'left', 'amended', 'run-finished',
     'run-stopped', 'server-started'])
     events.addEventListener(kind, soon);
   events.addEventListener('open', soon);

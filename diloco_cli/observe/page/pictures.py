@@ -23,6 +23,8 @@ def pictures(record: RunRecord, beside: Path) -> list[Path]:
     losses, speed = Figure(figsize=(9, 5)), Figure(figsize=(9, 5))
     axes = losses.subplots()
     axes.plot(record.evaluations["tokens"], record.evaluations["loss"], "k.-", label="held-out")
+    if record.ema["loss"]:
+        axes.plot(record.ema["tokens"], record.ema["loss"], "k--", label="EMA")
     axes.set(xlabel="merged tokens", ylabel="loss, nats per token", yscale="log")
     axes.set_title(record.name)
     axes.legend()

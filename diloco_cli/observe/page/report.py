@@ -6,6 +6,7 @@ tokens went, what happened, and what it takes to repeat it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -32,7 +33,7 @@ from diloco_cli.observe.page.records import chaos_part
 from diloco_cli.observe.page.round_chart import span
 from diloco_cli.observe.run_record import RunRecord
 from diloco_cli.observe.status import Summary
-from diloco_cli.observe.units import amount, bytes_, loss, percent, seconds
+from diloco_cli.observe.units import UNKNOWN, amount, bytes_, loss, percent, seconds
 
 MOST_ROWS = 60
 """Rows of a table; of more, every so many-th is shown, and always the last."""
@@ -157,6 +158,9 @@ def _result(record: RunRecord, summary: Summary) -> str:
         ("last", loss(losses.heldout), f"at outer step {amount(losses.heldout_at)}"),
         ("outer steps", amount(summary.outer_steps), "of all fragments together"),
     ]
+    if losses.ema is not None:
+        where = f"the average of the weights, at outer step {amount(losses.ema_at)}"
+        figures.insert(3, ("average", loss(losses.ema), where))
     more = f"<p class='alarm'>{escape(summary.overshoot)}</p>" if summary.overshoot else ""
     return (
         f"<header><b>{escape(record.name)}</b><span>run {escape(summary.run)}</span></header>"
@@ -182,9 +186,10 @@ def _losses(record: RunRecord, summary: Summary, styles: Mapping[str, str]) -> s
     points = list(zip(*record.evaluations.values(), strict=True))
     step = max(1, -(-len(points) // MOST_ROWS))
     shown = [p for n, p in enumerate(points) if n % step == 0 or n == len(points) - 1]
+    averages = record.ema["outer_step"], record.ema["loss"]
     rows = [
         f"<tr><td>{seconds(at)}</td><td>{amount(many)}</td><td>{amount(number)}</td>"
-        f"<td>{value:.4f}</td></tr>"
+        f"<td>{value:.4f}</td>{_averaged(*averages, number)}</tr>"
         for at, many, value, number in shown
     ]
     keys = "".join(
@@ -193,13 +198,22 @@ def _losses(record: RunRecord, summary: Summary, styles: Mapping[str, str]) -> s
         if name in record.regions
     )
     legend = f"<p class='quiet small'><span class='key'>thick: held-out</span>{keys}</p>"
-    heads = ("time", "merged tokens", "outer step", "held-out loss")
+    heads = ["time", "merged tokens", "outer step", "held-out loss"]
+    heads += ["of the average"] if record.ema["loss"] else []
     listed = table(heads, rows, "Evaluations")
     return (
         f"<section>{heading('Loss over merged tokens')}{over_tokens}{legend}</section>"
         f"<section>{heading('Loss over time')}{over_time}</section>"
         f"<details><summary>Every evaluation</summary>{listed}</details>"
     )
+
+
+def _averaged(steps: Sequence[int], losses: Sequence[float], number: int) -> str:
+    """A cell with what was measured of the average then or next; none where there is none."""
+    if not losses:
+        return ""
+    place = bisect_left(steps, number)
+    return f"<td>{losses[place]:.4f}</td>" if place < len(losses) else f"<td>{UNKNOWN}</td>"
 
 
 def _speed(record: RunRecord, summary: Summary, styles: Mapping[str, str]) -> str:

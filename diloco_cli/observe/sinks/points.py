@@ -27,7 +27,7 @@ RUN = ""
 """The region of points that are about the whole run."""
 MOST_POINTS = 10_000
 """That are held at once."""
-HELDOUT = "heldout_loss"
+HELDOUT, HELDOUT_EMA = "heldout_loss", "heldout_loss_ema"
 
 REGION_VALUES: Mapping[str, str] = {
     "step": "",
@@ -47,6 +47,7 @@ REGION_VALUES: Mapping[str, str] = {
 
 RUN_VALUES: Mapping[str, str] = {
     HELDOUT: "nats per token",
+    HELDOUT_EMA: "nats per token",
     "train_loss": "nats per token",
     "pending": "tokens",
     "outer_steps": "",
@@ -132,7 +133,9 @@ class HistoryPoints:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: object = None
-        self._at = self._evaluated = -1.0
+        self._at = -1.0
+        self._evaluated: dict[str, float] = {}
+        """By series: when the newest evaluation was that was given."""
 
     def more(self, *, own: Iterable[str], over: bool) -> list[Point]:
         """Rows after the last ones given; none of regions that have files of their `own`.
@@ -149,11 +152,13 @@ class HistoryPoints:
         began = wrote - run["at"][-1]
         until = run["at"][-1] if over else run["at"][-1] - document["span"]
         found = list(self._rows(document, own, began, until))
-        for at, tokens, loss, outer_step in document["evaluations"]:
-            if at > self._evaluated:
-                values = {HELDOUT: loss, "outer_steps": outer_step}
-                found.append(Point(RUN, began + at, tokens, values))
-        self._evaluated = max([self._evaluated, *(row[0] for row in document["evaluations"])])
+        for name, rows in ((HELDOUT, document["evaluations"]), (HELDOUT_EMA, document["ema"])):
+            last = self._evaluated.get(name, -1.0)
+            for at, tokens, loss, outer_step in rows:
+                if at > last:
+                    values = {name: loss, "outer_steps": outer_step}
+                    found.append(Point(RUN, began + at, tokens, values))
+                    self._evaluated[name] = at
         self._at = max(self._at, until)
         return found
 

@@ -231,10 +231,11 @@ CALLS = (
         },
         {
             "version": "every fragment at this version; the newest of each when left out",
-            "ema": "1: the average that `outer.ema` keeps of the published weights, the newest",
+            "ema": "1: the average that `outer.ema` keeps of the published weights, the newest; "
+            "of regions, only the one that evaluates may ask, and only for this",
         },
         gives=_FRAME,
-        may=_READERS,
+        may=_ALL,
     ),
     Call(
         Routes.status,

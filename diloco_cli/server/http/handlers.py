@@ -235,6 +235,7 @@ class Routes:
     async def weights(self, request: Request) -> Response:
         version = _number(request, "version", -1) if "version" in request.query_params else None
         average = bool(_number(request, "ema", 0))
+        self._refuse_other_regions(request, average)
         if average and version is not None:
             raise HttpRefusal(
                 "bad-request",
@@ -283,6 +284,17 @@ class Routes:
             "diloco-versions": json.dumps(model.versions),
         }
         return send(request, model, lambda count: None, beside)
+
+    def _refuse_other_regions(self, request: Request, average: bool) -> None:
+        """Few models are sent at once: a region could keep those who watch the run from any."""
+        caller = getattr(request.state, "caller", None)
+        evaluates = average and caller and caller.name == self.coordinator.evaluator()
+        if caller and caller.role == "upload" and not evaluates:
+            raise HttpRefusal(
+                "wrong-role",
+                f"Region {caller.name!r} may not fetch the whole model.",
+                "Regions fetch fragments; the one that evaluates may fetch the average (ema=1).",
+            )
 
     # People
 

@@ -49,6 +49,7 @@ from diloco_cli.core.rounds import (
     Round,
 )
 from diloco_cli.errors import SET_BACK
+from diloco_cli.merge.optimizers import average_share
 from diloco_cli.observe.metrics import staleness
 from diloco_cli.server.refusals import HttpRefusal
 from diloco_cli.server.rounds.amendments import amend
@@ -124,8 +125,9 @@ class Coordinator:
             state.rooms.came_back(state, region)
         seconds, sync = heartbeat.step_seconds, state.sync
         state.table.heard(region, seconds, live=state.live, sync=sync)
-        if heartbeat.heldout and lease.evaluates:
+        if lease.evaluates:
             self._evaluated(region, heartbeat.heldout)
+            self._evaluated(region, heartbeat.heldout_ema, ema=True)
         if cursor := heartbeat.reading:
             self._reads(region, order_of(cursor.order))
             state.lanes.hear(state.ledger, region, cursor, most=state.most_windows(region))
@@ -156,6 +158,7 @@ class Coordinator:
             finished=bool(ledger.finished),
             stop=bool(state.stopping) and state.everyone,
             evaluate=region == self.evaluator(),
+            ema=average_share(state.settings.outer) > 0,
             lease_seconds=state.spec.server.lease,
             terms=ledger.terms,
             progress=state.rooms.progress(state),
@@ -487,17 +490,19 @@ class Coordinator:
             state.note("text-changed", region=region, order=order.digest, tokens=order.tokens)
             state.lanes.stir()
 
-    def _evaluated(self, region: str, heldout: HeldOut) -> None:
-        versions = list(heldout.versions)
+    def _evaluated(self, region: str, heldout: HeldOut | None, *, ema: bool = False) -> None:
+        if heldout is None:
+            return
+        versions, ledger = list(heldout.versions), self.state.ledger
         self._check_not_behind(region, versions)
-        known = self.state.ledger.evaluations
+        known = ledger.ema_evaluations if ema else ledger.evaluations
         # Each is a record: none of weights that were measured before, or are older.
         if not known or sum(versions) > sum(known[-1].versions):
-            self.state.record(WeightsEvaluated(heldout.versions, heldout.loss, region))
-            steps = self.state.ledger.outer_steps
-            self.state.note(
-                "evaluated", region=region, versions=versions, loss=heldout.loss, outer_steps=steps
-            )
+            record = WeightsEvaluated(heldout.versions, heldout.loss, region, ema=ema or None)
+            self.state.record(record)
+            about = {"region": region, "versions": versions, "loss": heldout.loss}
+            kind = "evaluated-ema" if ema else "evaluated"
+            self.state.note(kind, **about, outer_steps=ledger.outer_steps)
 
     def _arrived(self, fragment: int, region: str) -> None:
         state, now = self.state, self.state.clock()

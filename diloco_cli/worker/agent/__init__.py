@@ -9,6 +9,7 @@ trainer is kept running. Start with agent.py.
     sync_threads.py       the traffic between mailbox and server while one epoch lasts
     link_state.py         is the server in reach, and if so, what does not get through?
     published_weights.py  brings the region's copy of the published weights up to date
+    average_fetch.py      when the average of the published weights is fetched, to be measured
     trainer_process.py    the trainer as a process: started by us, or taken over
     command_trainer.py    a training program that is not ours, as a process
 """

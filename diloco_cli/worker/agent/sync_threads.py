@@ -5,8 +5,9 @@
     calls       waiting GET              news ─▶ mailbox
     upload      outbox ─▶ server         its answer ─▶ fate
     download    newer versions ─▶ image
+    average     the run's average ─▶ ema.safetensors          where it is to be measured
 
-Four threads with a connection each, and more of them for a long body: a link that is full
+Threads with a connection each, and more of them for a long body: a link that is full
 of weights never makes a heartbeat wait. A server that is away stops none of them for good:
 they try again until it is back, and meanwhile the region trains on. What ends them is a
 new epoch, an answer a person has to look at, or the agent itself.
@@ -41,6 +42,7 @@ from diloco_cli.wire.messages import (
     Run,
     TrainerProgress,
 )
+from diloco_cli.worker.agent.average_fetch import AverageFetch
 from diloco_cli.worker.agent.link_state import CONTROL, LinkState
 from diloco_cli.worker.agent.published_weights import PublishedWeights
 from diloco_cli.worker.mailbox import Fate, Mailbox, Stamp, stamp
@@ -120,10 +122,13 @@ class SyncThreads:
         self._connect, self._options, self._events = connect, options, events
         self._metrics, self._moved = MetricsFile(mailbox.folder), Traffic()
         self._on_mail, self._on_change = on_mail, on_change
-        self._wakeups = {name: Wakeup() for name in ("heartbeat", "upload", "download")}
+        waiting = ("heartbeat", "upload", "download", "average")
+        self._wakeups = {name: Wakeup() for name in waiting}
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._images = PublishedWeights(mailbox, len(joined.versions))
+        self._average = AverageFetch(mailbox)
+        self._follows_average = False
         self._frames: dict[int, tuple[Stamp, PostedFrame]] = {}
         self._fates: dict[int, Fate] = {}
         self._written = ""
@@ -141,9 +146,12 @@ class SyncThreads:
             ("upload", self._upload),
             ("download", self._download),
         ):
-            thread = threading.Thread(target=self._keep, args=(name, act), name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._begin(name, act)
+
+    def _begin(self, name: str, act: Callable[[Client], None]) -> None:
+        thread = threading.Thread(target=self._keep, args=(name, act), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def wait(self, seconds: float) -> None:
         """Waits until the threads are gone after `close`, so that none writes late."""
@@ -270,7 +278,7 @@ class SyncThreads:
     # The threads
 
     def _keep(self, name: str, act: Callable[[Client], None]) -> None:
-        """Repeats one of the four duties until `close`."""
+        """Repeats one of the duties until `close`."""
         while not self.closed.is_set():
             self._keep_with(self._options, name, act)
 
@@ -337,6 +345,11 @@ class SyncThreads:
     def _heartbeat(self, client: Client) -> None:
         known, report, began = self.news.n, self.report(), time.monotonic()
         self.note_metrics(report)  # Before it is sent: a server that is away loses no line.
+        if self._average.is_due(self.news, report, now=began):
+            self._wakeups["average"].wake()
+            if not self._follows_average:  # Most runs and regions never need it.
+                self._follows_average = True
+                self._begin("average", self._fetch_average)
         self.take(client.heartbeat(self.region, report), known=known)
         self._is_back(CONTROL, began)  # What follows is waiting.
         if self.news.terms > self.terms.terms:
@@ -387,6 +400,15 @@ class SyncThreads:
         self.up_to_date.set()
         self._on_change()
         self._wakeups["download"].pause(self.news.lease_seconds)
+
+    def _fetch_average(self, client: Client) -> None:
+        progress = self.mailbox.progress()
+        due = self._average.is_due(self.news, progress, now=time.monotonic())
+        if progress and due and self._average.fetch(client, progress):
+            self._on_mail()
+        wakeup = self._wakeups["average"]
+        if wakeup.wait(self.news.lease_seconds):
+            wakeup.clear()
 
     def _fetch(self, client: Client, number: int, version: int) -> None:
         image, why = self._images.fetch(client, number, version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,7 +13,10 @@ import numpy as np
 from diloco_cli.data import NamesHeldout, datasets
 from diloco_cli.data.heldout import LIST
 from diloco_cli.spec.schema import RunSpec
-from diloco_cli.wire.messages import HeldOut
+from diloco_cli.system.wakeup import Wakeup
+from diloco_cli.wire.messages import HeldOut, TrainerProgress
+from diloco_cli.worker.mailbox import Mailbox
+from diloco_cli.worker.trainer.mail import LOOK_SECONDS
 from diloco_cli.worker.trainer.task import RegionTask
 from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
 
@@ -25,20 +29,35 @@ def list_heldout(spec: RunSpec, region: str, folder: Path) -> None:
             dataset.held_out().write(folder / LIST)
 
 
+AVERAGE_SECONDS = 20.0
+"""For the last average of a run to arrive; then it goes unmeasured."""
+
 MeasureWeights = Callable[[Mapping[str, np.ndarray]], float]
 """Gives the held-out loss of weights, in nats per token; those in training stay as they are."""
 
 
 class HeldoutEvaluation:
+    """Measures the published weights, and the run's average of them where it is sent one."""
+
     def __init__(
-        self, task: RegionTask, newest: HeldOut | None, measure: MeasureWeights | None
+        self,
+        task: RegionTask,
+        mailbox: Mailbox,
+        before: TrainerProgress | None,
+        measure: MeasureWeights | None,
     ) -> None:
-        """`newest` is what a trainer before this one has measured; it is not repeated.
+        """`before` has what a trainer before this one has measured; it is not repeated.
 
         Without `measure` none is ever due.
         """
-        self.task, self.newest, self._measure = task, newest, measure
-        self._evaluated_at = sum(newest.versions) if newest else None
+        self.task, self._mailbox, self._measure = task, mailbox, measure
+        self.newest = before.heldout if before else None
+        self.newest_ema = before.heldout_ema if before else None
+        self._evaluated_at = sum(self.newest.versions) if self.newest else None
+
+    def report(self) -> dict[str, HeldOut | None]:
+        """What was measured last, for the trainer's report."""
+        return {"heldout": self.newest, "heldout_ema": self.newest_ema}
 
     @property
     def possible(self) -> bool:
@@ -53,6 +72,10 @@ class HeldoutEvaluation:
         unit = self.task.spec.evaluate.every * self.task.spec.sync.fragments
         return sum(versions) // unit > self._evaluated_at // unit
 
+    def is_stale(self, versions: list[int]) -> bool:
+        """Says whether other weights than these were the last to be measured."""
+        return self.newest is None or list(self.newest.versions) != versions
+
     def run(self, weights: WeightsAndBooks) -> float:
         """Measures the weights as adopted; a loss that is not finite is not reported."""
         assert self._measure is not None
@@ -61,3 +84,28 @@ class HeldoutEvaluation:
         if math.isfinite(loss):
             self.newest = HeldOut(versions=tuple(weights.versions), loss=loss)
         return loss
+
+    def run_average(self) -> bool:
+        """Measures the average that has arrived, if one has; says whether there is news."""
+        if self._measure is None or (average := self._mailbox.take_average()) is None:
+            return False
+        versions, weights = average
+        shapes = {tensor.name: tuple(tensor.shape) for tensor in self.task.tensors}
+        if {name: values.shape for name, values in weights.items()} != shapes:
+            return False  # Of another run, if that ever happens.
+        if self.newest_ema and sum(versions) <= sum(self.newest_ema.versions):
+            return False
+        loss = self._measure(weights)
+        if math.isfinite(loss):
+            self.newest_ema = HeldOut(versions=versions, loss=loss)
+        return True
+
+    def wait_for_average(self, versions: list[int], wakeup: Wakeup) -> None:
+        """Measures the average of a finished run, if it comes soon."""
+        deadline = time.monotonic() + AVERAGE_SECONDS
+        while self.newest_ema is None or sum(self.newest_ema.versions) < sum(versions):
+            left = deadline - time.monotonic()
+            if self.run_average() or left <= 0 or wakeup.stop_reason:
+                return
+            wakeup.clear()
+            wakeup.wait(min(left, LOOK_SECONDS))

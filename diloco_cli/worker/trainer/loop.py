@@ -36,10 +36,7 @@ from diloco_cli.wire.codecs import NotFinite
 from diloco_cli.worker.mailbox import FINISHED, Fate, FolderOwner, Mailbox
 from diloco_cli.worker.trainer.checkpoints.checkpoint import CheckpointFile, CheckpointWriter
 from diloco_cli.worker.trainer.checkpoints.resume import RegionPlace, ResumePoint, resume
-from diloco_cli.worker.trainer.evaluation import (
-    HeldoutEvaluation,
-    MeasureWeights,
-)
+from diloco_cli.worker.trainer.evaluation import HeldoutEvaluation, MeasureWeights
 from diloco_cli.worker.trainer.lanes import LaneFollower
 from diloco_cli.worker.trainer.mail import LOOK_SECONDS, Inbox, MailThread, OutgoingFrame
 from diloco_cli.worker.trainer.pacing import pacing_of
@@ -95,7 +92,7 @@ class OuterLoop(Generic[Books]):
         self.progress = ProgressReport(task, mailbox, events, tell=tell)
         self.averages = self.progress.averages
         before = None if start.realigned else mailbox.progress()
-        self.evaluation = HeldoutEvaluation(self.task, before.heldout if before else None, measure)
+        self.evaluation = HeldoutEvaluation(self.task, mailbox, before, measure)
         self.compiled = self.ended = False
         self._loss: SupportsFloat | None = None
         self.pacing = pacing_of(task, mailbox)
@@ -167,9 +164,12 @@ class OuterLoop(Generic[Books]):
             everything = set(range(self.sync.fragments))
             self.give_up(f"the loss was not finite {self.averages.bad} times in a row", everything)
         news = self.inbox.news
-        asked = news is not None and news.evaluate and self.compiled
+        asked = news if news and news.evaluate and self.compiled else None
         if asked and self.evaluation.is_due(self.weights.versions):
             self.evaluate()
+        if asked and asked.ema and self.evaluation.run_average():
+            self.averages.paused()
+            self.report()
         self._checkpoint_when_due()
         if self.compiled and self.inbox.profile_asked and not self.profiler.is_tracing:
             self.inbox.profile_asked = False
@@ -387,7 +387,7 @@ class OuterLoop(Generic[Books]):
     def report(self) -> None:
         self.progress.report(
             self.weights,
-            heldout=self.evaluation.newest,
+            measured=self.evaluation.report(),
             ended=self.inbox.news.ended if self.inbox.news and self._is_drained() else 0,
             reading=self.lanes.report() if self.lanes else None,
         )
@@ -430,9 +430,10 @@ class OuterLoop(Generic[Books]):
         for number in range(self.sync.fragments):
             self.weights.abandon(number)
         self.ended = True
-        asked = self.inbox.news is not None and self.inbox.news.evaluate
-        newest = self.evaluation.newest
-        stale = newest is None or list(newest.versions) != self.weights.versions
-        if asked and stale and self.evaluation.possible:
-            self.evaluate()
+        news, versions = self.inbox.news, self.weights.versions
+        if news and news.evaluate and self.evaluation.possible:
+            if self.evaluation.is_stale(versions):
+                self.evaluate()
+            if news.ema:
+                self.evaluation.wait_for_average(versions, self.wakeup)
         self.leave(FINISHED)

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from diloco_cli.observe.events import EventLog
@@ -77,11 +77,11 @@ class ProgressReport:
         self,
         weights: WeightsAndBooks,
         *,
-        heldout: HeldOut | None,
+        measured: Mapping[str, HeldOut | None],
         ended: int = 0,
         reading: TextCursor | None = None,
     ) -> None:
-        """Tells the agent how far we are."""
+        """Tells the agent how far we are; `measured` are the fields that an evaluation fills."""
         averages = self.averages
         averages.read(now=time.monotonic())
         facts = weights.engine.facts() or StepFacts()
@@ -111,7 +111,7 @@ class ProgressReport:
             lost_with_server=weights.lost_with_server(),
             pace=self._paced or max(self._pace, averages.pace),
             why=f"{self.why}; {self.trouble}" if self.trouble else self.why,
-            heldout=heldout,
+            **measured,
             reading=reading,
         )
         # A full disk costs the report, not the training.

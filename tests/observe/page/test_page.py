@@ -104,9 +104,21 @@ def test_the_curves_have_the_points_that_the_history_has():
     assert "left answers<small>64 tokens of work" in shown and "version 5 → 6" in shown
     chosen = page(STATUS, document, view=View(round=3))
     assert "version 1 → 2" in chosen and "Follow the newest round" in chosen
-    assert "joined" in shown and len(shown) < 150_000
+    assert "joined" in shown and len(shown) < 150_000 and "EMA" not in shown
     by_time = page(STATUS, document, view=View(by_time=True))
     assert by_time.count("aria-current=true") == 1 and "?x=time' aria-current" in by_time
+
+
+def test_the_average_of_the_weights_has_a_line_of_its_own():
+    history = History(1)
+    for second in range(9):
+        losses = {"heldout": 3.0, "heldout_at": second, "ema": 2.5, "ema_at": second}
+        history.sample(second, make_status(state="training", loss=losses))
+    status = make_status(state="training", loss={"heldout": 3.0, "heldout_at": 8, "ema": 2.5})
+    shown = page(status, {"now": 9.0, **history.document()})
+    [average] = re.findall(r"class='line dash' data-name='EMA' d='([^']+)'", shown)
+    assert len(re.findall("[ML]", average)) == 9
+    assert "their average 2.500" in shown and "Dashed: the average" in shown
 
 
 STRANGE = ["x" * 64, "מחוז", "🦀" * 5, "<b>&'\"", "\u202edne", *(f"region-{n}" for n in range(195))]

@@ -18,7 +18,7 @@ from tests import ROOT
 from tests.observe.documents import make_status
 
 
-def a_run(folder, name="trial", *, seconds=40, summary=True):
+def a_run(folder, name="trial", *, seconds=40, summary=True, ema=False):
     folder.mkdir()
     (folder / "spec.resolved.yaml").write_text(f"name: {name}\nmodel: '<b>'\n")
     history = History(1)
@@ -30,7 +30,10 @@ def a_run(folder, name="trial", *, seconds=40, summary=True):
             seconds=float(second),
             outer_steps=second,
             tokens={"applied": 10 * second, "trained": 10 * second},
-            loss={"heldout": 4.0 - second / 20, "heldout_at": second},
+            loss={
+                **{"heldout": 4.0 - second / 20, "heldout_at": second},
+                **({"ema": 3.0, "ema_at": second} if ema else {}),
+            },
             regions=[{"name": "left", "alive": True, "loss": 3.0, "tokens_per_second": 9.0}],
         )
         history.sample(second, status)
@@ -84,6 +87,19 @@ def test_the_report_shows_the_result_the_faults_and_the_settings(tmp_path):
     facts += ["inner.batch = 4; <i>slower</i>", "a region fell silent", "merging and publishing"]
     assert [fact for fact in facts if fact not in text] == []
     assert parser.outside == [] and out.stat().st_size < 500_000
+
+
+def test_the_average_of_the_weights_stands_beside_them_where_there_is_one(tmp_path):
+    found = {}
+    for ema in (False, True):
+        out = tmp_path / "report.html"
+        folder = a_run(tmp_path / str(ema), ema=ema)
+        assert invoked("report", folder, "--out", out).exit_code == 0
+        text = out.read_text()
+        facts = ("data-name='EMA'", "of the average</th>", "the average of the weights, at")
+        found[ema] = [fact in text for fact in facts]
+        assert len(read_run(folder).ema["loss"]) == (40 if ema else 0)
+    assert found == {False: [False] * 3, True: [True] * 3}
 
 
 def test_a_run_without_summary_or_curves_has_a_report_too(tmp_path):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load as load_safetensors
 
 from diloco_cli.core.fragments import scatter
+from diloco_cli.core.ledger import Ledger
 from diloco_cli.merge.optimizers import averaged
+from diloco_cli.server.access.tokens import TokenEntry, TokenList, hash_of, keep_entries
+from diloco_cli.server.build_status import build_status
+from diloco_cli.server.http.asgi import make_app
 from diloco_cli.server.recovery.verify import replay
 from diloco_cli.server.store.state_format import StoredState, decode, encode
 from tests.server.harness import TENSORS, Bench, in_a_loop, joined, make_settings, make_spec
@@ -68,6 +73,49 @@ async def test_it_is_kept_through_restarts_and_replayed_to_the_bit(tmp_path):
         np.testing.assert_array_equal(values, before[name])
     found = replay(bench.settings, tmp_path / "server")
     assert [line.version for line in found.lines] == [3, 3]
+
+
+@in_a_loop
+async def test_its_held_out_loss_is_kept_beside_that_of_the_weights(tmp_path):
+    bench = await joined(tmp_path, make_spec(outer=KEPT, evaluate={"region": "iowa"}))
+    assert bench.server.news("iowa").ema
+    for fragment in (0, 1):
+        await bench.round(fragment)
+    plain, average = {"versions": (1, 0), "loss": 3.5}, {"versions": (1, 1), "loss": 3.25}
+    await bench.beat("paris", heldout=plain, heldout_ema=average)
+    assert not bench.state.ledger.ema_evaluations, "paris was not asked"
+    for loss in (3.25, 9.0):
+        await bench.beat("iowa", heldout=plain, heldout_ema={**average, "loss": loss})
+    for _ in range(2):
+        losses = build_status(bench.server, "").loss
+        assert (losses.heldout, losses.heldout_at) == (3.5, 1)
+        assert (losses.ema, losses.ema_at, losses.best) == (3.25, 2, 3.5)
+        bench.restart()
+    ledger = Ledger.of(bench.state.ledger.snapshot())
+    assert [each.loss for each in ledger.ema_evaluations] == [3.25]
+
+
+@in_a_loop
+async def test_of_regions_only_the_one_that_evaluates_may_fetch_it(tmp_path):
+    spec = make_spec(outer=KEPT, evaluate={"region": "iowa"})
+    bench = await joined(tmp_path, spec)
+    for fragment in (0, 1):
+        await bench.round(fragment)
+    entries = [
+        TokenEntry("upload", name, hash_of(name), "1", 0.0, 4e9) for name in ("iowa", "paris")
+    ]
+    keep_entries(tmp_path / "tokens.json", spec.name, entries)
+    tokens = TokenList(tmp_path / "tokens.json", spec.name)
+    app = make_app(bench.server, events=tmp_path / "events", url=lambda: "", tokens=tokens)
+    transport, found = httpx.ASGITransport(app), {}
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        for name in ("iowa", "paris"):
+            for query in ("?ema=1", ""):
+                headers = {"authorization": f"Bearer {name}"}
+                answer = await client.get(f"/v1/weights{query}", headers=headers)
+                found[name + query] = answer.status_code
+    app.audit.close()
+    assert found == {"iowa?ema=1": 200, "iowa": 403, "paris?ema=1": 403, "paris": 403}
 
 
 @in_a_loop

@@ -11,11 +11,19 @@ from diloco_cli.observe.events import EventLog, read_events
 from diloco_cli.observe.metrics_file import read_metrics
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Header, pack
-from diloco_cli.wire.messages import Answer, FragmentProgress, HeldOut, Joined, TrainerProgress
+from diloco_cli.wire.messages import (
+    Answer,
+    FragmentProgress,
+    HeldOut,
+    Joined,
+    News,
+    TrainerProgress,
+)
+from diloco_cli.worker.agent.average_fetch import AverageFetch
 from diloco_cli.worker.agent.published_weights import bring_up
 from diloco_cli.worker.agent.sync_threads import Reporting, SyncThreads
 from diloco_cli.worker.mailbox import Fate, Image, Mailbox
-from tests.worker.fake_server import LAYOUT, SIZE
+from tests.worker.fake_server import LAYOUT, SIZE, Counter
 
 
 @pytest.fixture
@@ -316,6 +324,57 @@ def test_heartbeats_say_what_the_trainer_says(courier, counter, mailbox):
     beat = counter.heartbeats[0]
     assert (beat.step, beat.training, beat.why, beat.restarts) == (12, True, "training", 2)
     assert beat.fragments[0].version == 3 and beat.loss is None and beat.heldout.loss == 2.5
+
+
+def test_the_average_is_fetched_beside_each_evaluation_by_the_region_that_evaluates(
+    courier, counter, mailbox, log_lines
+):
+    def measured(*versions):
+        heldout = HeldOut(versions=versions, loss=2.5)
+        mailbox.write_progress(blank.model_copy(update={"heldout": heldout}))
+        courier.wake()
+
+    def beats(more=2):
+        reached = len(counter.heartbeats) + more
+        counter.wait_for(lambda: len(counter.heartbeats) >= reached)
+
+    def asked():
+        return counter.asked.count("average")
+
+    blank = TrainerProgress.none(2)
+    courier.start()
+    measured(0, 0)
+    counter.tell(evaluate=True)
+    beats()
+    counter.tell(evaluate=False, ema=True)
+    beats()
+    assert asked() == 0, "no run, or no region, to measure it for"
+    counter.tell(evaluate=True)
+    courier.wake()
+    counter.wait_for(mailbox.average_file.exists)
+    mailbox.average_file.unlink()
+    courier.wake()
+    beats()
+    assert asked() == 1
+    counter.no_average = "This run keeps none."
+    measured(1, 0)
+    counter.wait_for(lambda: asked() == 2)
+    counter.wait_for(lambda: any("is not measured: This run" in line for line in log_lines))
+    beats()
+    assert courier.trouble is None and not courier.closed.is_set()
+
+
+def test_a_download_of_the_average_leaves_the_line_to_the_versions_for_a_while(tmp_path):
+    blank = TrainerProgress.none(2)
+    report = blank.model_copy(update={"heldout": HeldOut(versions=(3, 4), loss=2.5)})
+    news = Counter().news() | {"evaluate": True, "ema": True}
+    fetch = AverageFetch(Mailbox(tmp_path))
+    fetch._rest_until = 100.0
+    assert not fetch.is_due(News.model_validate(news), report, now=99.0)
+    assert fetch.is_due(News.model_validate(news), report, now=101.0)
+    over = News.model_validate(news | {"finished": True})
+    assert fetch.is_due(over, report, now=99.0), "the last one matters"
+    assert not fetch.is_due(over, None, now=101.0) and not fetch.is_due(over, blank, now=101.0)
 
 
 def test_reports_become_lines_on_disk_with_what_was_moved(courier, counter, mailbox):

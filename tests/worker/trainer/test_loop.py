@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import zstandard
+from safetensors.numpy import save_file
 
 from diloco_cli.assemble import resolve, settings_of
+from diloco_cli.core.fragments import scatter
 from diloco_cli.core.guard import Norms, inspect
 from diloco_cli.core.lanes import Cursor
 from diloco_cli.core.unmerged_work import Work
 from diloco_cli.errors import StoreError
+from diloco_cli.models import models
 from diloco_cli.observe.events import read_events
 from diloco_cli.server.intake.examine import BelievedClaim, examine
 from diloco_cli.server.terms import TermsHistory
 from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import open_frame, seal
+from diloco_cli.wire.messages import HeldOut
 from diloco_cli.worker.mailbox import FolderOwner, stamp
 from diloco_cli.worker.trainer.mail import LOOK_SECONDS
 from diloco_cli.worker.trainer.pacing import pacing_of
@@ -434,6 +440,53 @@ def test_held_out_loss_is_of_the_published_weights_not_of_ours(play):
     steps(trainer, 5)
     trainer.evaluate()
     assert trainer.evaluation.newest.loss == first
+
+
+def send_average(stage, change=0.0, versions=(1, 1)):
+    """Leaves an average in the mailbox, as the agent does: the published weights, a bit off."""
+    weights = {
+        tensor.name: np.zeros(tensor.shape, np.float32)
+        for tensor in models.build(stage.spec.model).tensors()
+    }
+    for fragment, values in zip(stage.layout.fragments, stage.published, strict=True):
+        scatter(values + np.float32(change), fragment, weights)
+    save_file(weights, stage.mailbox.average_file, {"versions": json.dumps(versions)})
+
+
+def test_an_average_that_arrives_is_measured_once_beside_the_plain_weights(play):
+    stage, trainer = play()
+    steps(trainer, 1)
+    stage.tell(evaluate=True, ema=True)
+    until(trainer, lambda: trainer.evaluation.newest is not None)
+    send_average(stage)
+    until(trainer, lambda: trainer.evaluation.newest_ema is not None)
+    said = stage.mailbox.progress()
+    assert said.heldout_ema == HeldOut(versions=(1, 1), loss=said.heldout.loss)
+    assert not stage.mailbox.average_file.exists()
+    send_average(stage, 0.5, versions=(1, 0))
+    until(trainer, lambda: not stage.mailbox.average_file.exists())
+    assert stage.mailbox.progress().heldout_ema == said.heldout_ema, "it is of older weights"
+    stage.mailbox.average_file.write_bytes(b"damaged")
+    until(trainer, lambda: not stage.mailbox.average_file.exists())
+    send_average(stage, 0.5, versions=(2, 1))
+    until(trainer, lambda: trainer.evaluation.newest_ema.versions == (2, 1))
+    assert stage.mailbox.progress().heldout_ema.loss != said.heldout.loss
+
+
+def test_the_last_average_is_waited_for_and_its_absence_ends_no_run(play, monkeypatch):
+    stage, trainer = play()
+    steps(trainer, 1)
+    stage.move_on(0)
+    stage.tell(end=True, finished=True, evaluate=True, ema=True)
+    trainer.wakeup.wake()
+    sent = threading.Timer(0.2, send_average, (stage, 0.5, (1, 0)))
+    sent.start()
+    assert trainer.run() == 0
+    said = stage.mailbox.progress()
+    assert said.heldout.versions == said.heldout_ema.versions == (1, 0)
+    monkeypatch.setattr("diloco_cli.worker.trainer.evaluation.AVERAGE_SECONDS", 0.2)
+    trainer.evaluation.wait_for_average([2, 0], trainer.wakeup)
+    assert trainer.evaluation.newest_ema == said.heldout_ema
 
 
 def test_a_held_out_loss_that_is_no_number_is_not_reported_and_not_measured_again(
