@@ -105,7 +105,7 @@ def generate(
     """
     from diloco_cli.errors import SpecError
     from diloco_cli.run.model.find import find_model
-    from diloco_cli.run.model.text import as_it_comes
+    from diloco_cli.worker.text_codec import as_it_comes
 
     trained = find_model(target, version=version, ema=ema, certs=certs)
     codec = trained.needed_text()

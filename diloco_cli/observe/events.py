@@ -120,6 +120,10 @@ KINDS: Mapping[str, EventKind] = {
         "the global weights were measured on held-out text",
         ("region", "versions", "loss", "outer_steps"),
     ),
+    "sampled": EventKind(
+        "the global weights wrote a few words after the beginning of a held-out text",
+        ("region", "versions", "prompt", "text", "outer_steps", "tokens"),
+    ),
     "evaluated-ema": EventKind(
         "the average of the published weights was measured on held-out text",
         ("region", "versions", "loss", "outer_steps"),

@@ -53,6 +53,7 @@ ROUND_TURNS = 17
 MOST_TOLD = 16
 """Regions whose part in a round is kept one by one."""
 MOST_EVENTS = 400
+MOST_SAMPLES = 8
 LONGEST_WORDS = 300
 ROUND_KINDS = ("called", "accepted", "closed", "published")
 MOST_POINTS = 1000
@@ -145,6 +146,16 @@ class HeldoutPoint:
     tokens: float
     loss: float
     outer_step: int
+
+
+@dataclass(frozen=True)
+class TextSampled:
+    """What the global weights wrote after the beginning of a held-out text."""
+
+    outer_step: int
+    tokens: float
+    prompt: str
+    text: str
 
 
 @dataclass
@@ -288,6 +299,8 @@ class History:
         self.ema: list[HeldoutPoint] = []
         """The same of the average of the published weights."""
         self.rounds = Rounds(fragments)
+        self.samples: deque[TextSampled] = deque(maxlen=MOST_SAMPLES)
+        """What the weights wrote lately, the newest last."""
         self.events: deque[tuple[float, str, str, str]] = deque(maxlen=MOST_EVENTS)
         """The last ones that are not about a round: wall time, kind, region, words."""
 
@@ -295,8 +308,12 @@ class History:
         """Takes an event of the server."""
         if kind in ROUND_KINDS:
             self.rounds.note(kind, fields, at)
-        else:
-            self.events.append((wall, kind, str(fields.get("region", "")), _words(kind, fields)))
+            return
+        if kind == "sampled":
+            step, tokens = int(fields["outer_steps"]), float(fields["tokens"])
+            if not self.samples or self.samples[-1].outer_step < step:
+                self.samples.append(TextSampled(step, tokens, fields["prompt"], fields["text"]))
+        self.events.append((wall, kind, str(fields.get("region", "")), _words(kind, fields)))
 
     def sample(self, at: Seconds, status: Status) -> None:
         """Takes what a status document says now."""
@@ -350,6 +367,7 @@ class History:
             "regions": regions,
             "evaluations": _rows(self.evaluations, since),
             "ema": _rows(self.ema, since),
+            "samples": [asdict(each) for each in self.samples],
             "rounds": self.rounds.after(round_after),
         }
 
@@ -366,6 +384,7 @@ class History:
             ("names", list(self.regions)),
             ("rounds", over),
             ("events", list(self.events)),
+            ("samples", [asdict(each) for each in self.samples]),
         ):
             arrays[name] = np.frombuffer(json.dumps(listed).encode(), np.uint8)
         return arrays
@@ -387,6 +406,7 @@ class History:
                 restored.regions[str(name)] = curves
             points, ema = (_points(arrays[name].tolist()) for name in ("evaluations", "ema"))
             rounds = [RoundRecord(**each) for each in json.loads(arrays["rounds"].tobytes())]
+            samples = [TextSampled(**each) for each in json.loads(arrays["samples"].tobytes())]
             events = [
                 (float(wall), str(kind), str(region), str(words))
                 for wall, kind, region, words in json.loads(arrays["events"].tobytes())
@@ -399,6 +419,7 @@ class History:
         self.evaluations, self.ema = points, ema
         self.rounds.go_on_from(rounds)
         self.events.extend(events)
+        self.samples.extend(samples)
 
 
 def packed(arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -413,6 +434,8 @@ def _words(kind: str, fields: Mapping[str, Any]) -> str:
     if kind in ("evaluated", "evaluated-ema"):
         what = "held-out" if kind == "evaluated" else "held-out of the average"
         return f"{what} {fields['loss']:.3f} at outer step {fields['outer_steps']}"
+    if kind == "sampled":
+        return f"a sample at outer step {fields['outer_steps']}"
     if why := fields.get("why"):
         return str(why)
     if (silent := fields.get("silent_seconds")) is not None:

@@ -129,6 +129,7 @@ RULES: dict[str, ChangeRule] = {
     "evaluate.every": _REGION,
     "evaluate.batches": _REGION,
     "evaluate.region": _SERVER,
+    "evaluate.sample": _REGION,
     "export": _own("nothing reads it yet"),
     "chaos": _own("it belongs to `diloco chaos`"),
     "plugins": ChangeRule(("host", "region")),

@@ -361,6 +361,10 @@ class EvaluateSpec(Section):
     region: Name | None = None
     """Who evaluates; a live region whose copies are fresh when left out."""
 
+    sample: Annotated[int, Field(ge=0, le=400)] = 0
+    """Tokens that it continues the beginning of a held-out text by, for the page and the report; 0:
+    none. Costs at most a hundredth of its time; regions of several devices write none."""
+
 
 class FaultSpec(Section):
     """One thing that goes wrong, once, again and again, or at random."""

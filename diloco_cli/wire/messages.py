@@ -53,7 +53,8 @@ Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9)]
 Number = Annotated[float, Field(strict=True)]
 Progress = Annotated[float, Field(strict=True, ge=0, le=1)]
 Flag = Annotated[bool, Field(strict=True)]
-Text = Annotated[str, Field(max_length=1000)]
+MOST_LETTERS = 1000
+Text = Annotated[str, Field(max_length=MOST_LETTERS)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 JsonObject = dict[str, Any]
 """Keys and values as JSON has them."""
@@ -353,6 +354,14 @@ class HeldOut(Request):
     loss: Number
 
 
+class TextSample(Request):
+    """What published weights write after the beginning of a held-out text."""
+
+    versions: tuple[Version, ...]
+    prompt: Text
+    text: Text
+
+
 def _known(loss: Any) -> Any:
     return None if isinstance(loss, float) and not math.isfinite(loss) else loss
 
@@ -396,6 +405,7 @@ class TrainerProgress(Request):
     heldout: HeldOut | None = None
     heldout_ema: HeldOut | None = None
     """Of the run's average of its published weights, as of these versions."""
+    sample: TextSample | None = None
     reading: TextCursor | None = None
 
     @classmethod

@@ -17,8 +17,8 @@ from diloco_cli.data.prepare import Preparation, prepare
 from diloco_cli.data.sources import find_sources
 from diloco_cli.data.tokens import PreparedTokens
 from diloco_cli.errors import RegistryError, SpecError, StoreError
-from diloco_cli.run.model.text import codec_of
 from diloco_cli.spec.load import SpecErrors
+from diloco_cli.worker.text_codec import codec_of
 from tests.cli.harness import SPEC, diloco
 from tests.data import corpora
 

@@ -1,7 +1,7 @@
 """The page, part by part: is it well, what is it doing, how did it get here.
 
     alarms → sentence and progress → loss | speed, goodput → rounds → regions
-           → traffic | tokens | goodputs → amendments → events
+           → traffic | tokens | goodputs → sample → amendments → events
 
 A figure stands beside the chart that explains it. Red is for alarms alone. Text from regions is
 escaped, and no part needs the script: it reads values off the charts, and swaps parts for newer
@@ -35,6 +35,7 @@ from diloco_cli.observe.page.figures import (
     fates,
     figure_list,
     heading,
+    sample_list,
     section,
 )
 from diloco_cli.observe.page.marks import DEFINITIONS, mark, styles_of
@@ -53,6 +54,7 @@ EMPTY: Mapping[str, Any] = {
     "regions": {},
     "evaluations": [],
     "ema": [],
+    "samples": [],
     "rounds": [],
     "now": 0.0,
 }
@@ -127,6 +129,7 @@ def page(
         f"{section('regions', regions)}"
         f"<div class='three'>{section('traffic', _traffic(status, history))}"
         f"{section('tokens', _tokens(status))}{section('goodputs', _goodputs(status))}</div>"
+        f"{section('samples', sample_list(history['samples']))}"
         f"{section('amendments', _amendments(status))}"
         f"{section('events', event_list(events, styles))}</main>{_bottom()}</div>"
         f"<script>{_SCRIPT}</script></body></html>\n"

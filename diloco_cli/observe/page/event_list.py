@@ -23,7 +23,7 @@ SORTS: Mapping[str, tuple[str, str, frozenset[str]]] = {
             )
         ),
     ),
-    "evaluations": ("↘", "Evaluations", frozenset({"evaluated", "evaluated-ema"})),
+    "evaluations": ("↘", "Evaluations", frozenset({"evaluated", "evaluated-ema", "sampled"})),
     "changes": ("✎", "Changes", frozenset({"amended", "lanes-dealt", "text-changed", "paced"})),
     "members": (
         "●",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
 
 from diloco_cli.observe.status import RunTokens
 from diloco_cli.observe.units import amount, bits, bytes_, percent
@@ -20,6 +22,29 @@ def heading(title: str, figure: str = "", more: str = "", end: str = "") -> str:
     big = f"<b class='big'>{figure}</b>" if figure else ""
     quiet = f"<span class='quiet'>{more}</span>" if more else ""
     return f"<div class='head'><h2>{title}</h2>{big}{quiet}{end}</div>"
+
+
+def sample_list(samples: Sequence[Mapping[str, Any]]) -> str:
+    """What the weights wrote, the newest first and the earlier ones folded in; nothing for none."""
+    if not samples:
+        return ""
+    newest, *earlier = [_sample(each) for each in reversed(samples)]
+    beside = "the beginning of a held-out text, in bold, as the global weights go on"
+    folded = (
+        f"<details id='earlier-samples'><summary>{len(earlier)} earlier</summary>"
+        f"{''.join(earlier)}</details>"
+        if earlier
+        else ""
+    )
+    return f"{heading('Sample', '', beside)}{newest}{folded}"
+
+
+def _sample(each: Mapping[str, Any]) -> str:
+    after = f"after {amount(each['tokens'])} tokens, at outer step {amount(each['outer_step'])}"
+    prompt, text = escape(str(each["prompt"])), escape(str(each["text"]))
+    return (
+        f"<p class='quiet small'>{after}</p><pre dir='auto'><b>{prompt}</b><bdi>{text}</bdi></pre>"
+    )
 
 
 def figure_list(rows: Sequence[tuple[str, str, str]]) -> str:

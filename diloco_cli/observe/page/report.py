@@ -26,7 +26,13 @@ from diloco_cli.observe.page.curves import (
 )
 from diloco_cli.observe.page.document import STYLE
 from diloco_cli.observe.page.event_list import clock, event_rows
-from diloco_cli.observe.page.figures import compression, figure_list, heading, table
+from diloco_cli.observe.page.figures import (
+    compression,
+    figure_list,
+    heading,
+    sample_list,
+    table,
+)
 from diloco_cli.observe.page.log_digest import FAULTS, LogDigest, digest
 from diloco_cli.observe.page.marks import DEFINITIONS, mark, styles_of
 from diloco_cli.observe.page.records import chaos_part
@@ -83,7 +89,7 @@ def report(
         chaos_part(chaos) if chaos else "",
         _happened(told, styles),
         _amendments(told),
-        _samples(samples),
+        _samples(samples) or _written(record),
         _repeat(record, summary, environment, told),
     ]
     return _whole(f"{record.name}: report", "".join(parts))
@@ -462,6 +468,12 @@ def _samples(samples: Sequence[Sample]) -> str:
     return (
         f"<section>{heading('Samples', '', 'the prompt is bold')}{shown}</section>" if shown else ""
     )
+
+
+def _written(record: RunRecord) -> str:
+    """What the weights wrote while the run went on."""
+    listed = sample_list(record.history["samples"])
+    return f"<section>{listed}</section>" if listed else ""
 
 
 def _repeat(record: RunRecord, summary: Summary, environment: Environment, told: LogDigest) -> str:

@@ -16,8 +16,8 @@ from diloco_cli.models.hf.read import CONFIG
 from diloco_cli.models.hf.write import checked_dtype, write_model
 from diloco_cli.run.model.card import model_card
 from diloco_cli.run.model.find import TrainedModel
-from diloco_cli.run.model.text import TextCodec, codec_in
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.worker.text_codec import TextCodec, codec_in
 
 ASIDE = ("special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
 """What a tokenizer may have beside tokenizer.json and tokenizer_config.json."""

@@ -24,9 +24,9 @@ from diloco_cli.models.hf.read import HfWeights, SafetensorsFile, is_hf_folder, 
 from diloco_cli.models.transformer import Transformer
 from diloco_cli.run.find_credential import for_calls
 from diloco_cli.run.folder import RESOLVED, Target, find, spec_base
-from diloco_cli.run.model.text import TextCodec, codec_in, codec_of
 from diloco_cli.run.offline import write_weights
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.worker.text_codec import TextCodec, codec_in, codec_of
 
 
 @dataclass(frozen=True)

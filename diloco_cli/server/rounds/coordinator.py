@@ -71,6 +71,7 @@ from diloco_cli.wire.messages import (
     Joined,
     Latest,
     News,
+    TextSample,
 )
 
 LONGEST_WHY = 900
@@ -87,6 +88,7 @@ class Coordinator:
         """Set when there is nothing left to serve for."""
         self._stop_at: Seconds = 0.0
         self._evaluating = ""
+        self._sampled_at = -1
         self.late_leases = 1
         """For how many a finished run is served while members have not heard of it."""
 
@@ -128,6 +130,7 @@ class Coordinator:
         if lease.evaluates:
             self._evaluated(region, heartbeat.heldout)
             self._evaluated(region, heartbeat.heldout_ema, ema=True)
+            self._sampled(region, heartbeat.sample)
         if cursor := heartbeat.reading:
             self._reads(region, order_of(cursor.order))
             state.lanes.hear(state.ledger, region, cursor, most=state.most_windows(region))
@@ -503,6 +506,18 @@ class Coordinator:
             about = {"region": region, "versions": versions, "loss": heldout.loss}
             kind = "evaluated-ema" if ema else "evaluated"
             self.state.note(kind, **about, outer_steps=ledger.outer_steps)
+
+    def _sampled(self, region: str, sample: TextSample | None) -> None:
+        """Passes on what the weights write; nothing rests on it, so it is no record."""
+        if sample is None or sum(sample.versions) <= self._sampled_at:
+            return
+        self._check_not_behind(region, list(sample.versions))
+        self._sampled_at = sum(sample.versions)
+        tokens = round(self.state.ledger.applied(self.state.settings.sizes), 1)
+        said = {"versions": list(sample.versions), "prompt": sample.prompt, "text": sample.text}
+        self.state.note(
+            "sampled", region=region, **said, outer_steps=self._sampled_at, tokens=tokens
+        )
 
     def _arrived(self, fragment: int, region: str) -> None:
         state, now = self.state, self.state.clock()

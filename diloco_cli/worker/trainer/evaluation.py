@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from diloco_cli.data import NamesHeldout, datasets
 from diloco_cli.data.heldout import LIST
+from diloco_cli.models.transformer import Transformer
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.messages import HeldOut, TrainerProgress
+from diloco_cli.worker.engines.sampling import TextSampler
 from diloco_cli.worker.mailbox import Mailbox
+from diloco_cli.worker.text_codec import codec_of
 from diloco_cli.worker.trainer.mail import LOOK_SECONDS
-from diloco_cli.worker.trainer.task import RegionTask
+from diloco_cli.worker.trainer.task import RegionTask, Task
 from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
 
 
@@ -31,6 +36,20 @@ def list_heldout(spec: RunSpec, region: str, folder: Path) -> None:
 
 AVERAGE_SECONDS = 20.0
 """For the last average of a run to arrive; then it goes unmeasured."""
+
+log = logging.getLogger(__name__)
+
+
+def sampler_of(task: Task) -> TextSampler | None:
+    """Who writes samples of the task's model; None where nobody wants or could read them."""
+    tokens, model = task.spec.evaluate.sample, task.model
+    alone = task.orders is None and task.cost.devices == 1
+    if not tokens or not alone or not isinstance(model, Transformer):
+        return None
+    if (codec := codec_of(task.spec.data_of(task.region))) is None:
+        return None
+    return TextSampler(model.shape, codec, task.stream.heldout(1)[0][0].tolist(), tokens=tokens)
+
 
 MeasureWeights = Callable[[Mapping[str, np.ndarray]], float]
 """Gives the held-out loss of weights, in nats per token; those in training stay as they are."""
@@ -53,11 +72,17 @@ class HeldoutEvaluation:
         self.task, self._mailbox, self._measure = task, mailbox, measure
         self.newest = before.heldout if before else None
         self.newest_ema = before.heldout_ema if before else None
+        self.newest_sample = before.sample if before else None
+        self.sampler = sampler_of(task) if isinstance(task, Task) else None
         self._evaluated_at = sum(self.newest.versions) if self.newest else None
 
-    def report(self) -> dict[str, HeldOut | None]:
-        """What was measured last, for the trainer's report."""
-        return {"heldout": self.newest, "heldout_ema": self.newest_ema}
+    def report(self) -> dict[str, Any]:
+        """What was measured last, as the fields of the trainer's report."""
+        return {
+            "heldout": self.newest,
+            "heldout_ema": self.newest_ema,
+            "sample": self.newest_sample,
+        }
 
     @property
     def possible(self) -> bool:
@@ -79,11 +104,23 @@ class HeldoutEvaluation:
     def run(self, weights: WeightsAndBooks) -> float:
         """Measures the weights as adopted; a loss that is not finite is not reported."""
         assert self._measure is not None
-        loss = self._measure(weights.published())
+        published = weights.published()
+        loss = self._measure(published)
         self._evaluated_at = sum(weights.versions)
         if math.isfinite(loss):
             self.newest = HeldOut(versions=tuple(weights.versions), loss=loss)
+            self._sample(weights.versions, published)
         return loss
+
+    def _sample(self, versions: list[int], published: Mapping[str, np.ndarray]) -> None:
+        """Lets the weights write, if somebody wants to read it; the training needs none of it."""
+        if self.sampler is None:
+            return
+        try:
+            self.newest_sample = self.sampler.sample(versions, published) or self.newest_sample
+        except RuntimeError as error:  # What JAX raises, for example when memory runs out.
+            self.sampler = None
+            log.warning(f"no more samples are written: {error}")
 
     def run_average(self) -> bool:
         """Measures the average that has arrived, if one has; says whether there is news."""

@@ -9,11 +9,11 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from diloco_cli.observe.events import EventLog
 from diloco_cli.wire.messages import (
     FragmentProgress,
-    HeldOut,
     HostTimes,
     TextCursor,
     TrainerProgress,
@@ -77,7 +77,7 @@ class ProgressReport:
         self,
         weights: WeightsAndBooks,
         *,
-        measured: Mapping[str, HeldOut | None],
+        measured: Mapping[str, Any],
         ended: int = 0,
         reading: TextCursor | None = None,
     ) -> None:

@@ -121,6 +121,21 @@ def test_the_average_of_the_weights_has_a_line_of_its_own():
     assert "their average 2.500" in shown and "Dashed: the average" in shown
 
 
+def test_what_the_weights_wrote_is_shown_escaped_and_only_the_last_few_are_kept():
+    history, again = History(1), History(1)
+    for step in (*range(20), 5):
+        text = f"<script>alert({step})</script>\u202e"
+        said = {"outer_steps": step, "tokens": 10.0 * step, "prompt": "<b>", "text": text}
+        history.note("sampled", {"region": "left", **said}, float(step), 1e9 + step)
+    again.load(history.dump())
+    document = {"now": 1.0, **again.document()}
+    assert [each["outer_step"] for each in document["samples"]] == list(range(12, 20))
+    shown = page(STATUS, document, list(history.events))
+    assert "<script>alert" not in shown and shown.count("&lt;script&gt;alert(19)") == 1
+    assert "after 190 tokens, at outer step 19" in shown and "<summary>7 earlier" in shown
+    assert "id='samples'></section>" in page(STATUS), "no empty panel"
+
+
 STRANGE = ["x" * 64, "מחוז", "🦀" * 5, "<b>&'\"", "\u202edne", *(f"region-{n}" for n in range(195))]
 
 

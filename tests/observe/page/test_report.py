@@ -37,6 +37,8 @@ def a_run(folder, name="trial", *, seconds=40, summary=True, ema=False):
             regions=[{"name": "left", "alive": True, "loss": 3.0, "tokens_per_second": 9.0}],
         )
         history.sample(second, status)
+    said = {"outer_steps": 3, "tokens": 30.0, "prompt": "once <upon>", "text": " a <time>"}
+    history.note("sampled", said, 3.0, 3.0)
     (folder / "history.npz").write_bytes(history.dump())
     if summary:
         (folder / "summary.json").write_text(json.dumps(summary_of(status)))
@@ -84,6 +86,7 @@ def test_the_report_shows_the_result_the_faults_and_the_settings(tmp_path):
     parser.feed(out.read_text())
     text = " ".join(" ".join(parser.text).split())
     facts = ["Finished: 390 of 1000 tokens", "held-out 2.050", "lapsed", "model: '<b>'"]
+    facts += ["once <upon> a <time>", "after 30 tokens, at outer step 3"]
     facts += ["inner.batch = 4; <i>slower</i>", "a region fell silent", "merging and publishing"]
     assert [fact for fact in facts if fact not in text] == []
     assert parser.outside == [] and out.stat().st_size < 500_000

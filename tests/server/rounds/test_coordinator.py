@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from diloco_cli.core.guard import ENOUGH, PAROLE, STRIKES
 from diloco_cli.core.rounds import Accept, Fenced, Foreign, Receipt, Recorded, Refused, Returned
@@ -385,6 +387,20 @@ async def test_exactly_one_live_region_evaluates(tmp_path):
     await bench.beat("tokyo")
     bench.clock.now += 6
     assert bench.server.news("tokyo").evaluate, "paris is silent"
+
+
+@in_a_loop
+async def test_a_sample_is_told_once_and_only_by_the_region_that_evaluates(tmp_path):
+    bench = await joined(tmp_path, make_spec(evaluate={"region": "iowa"}))
+    told: list[dict[str, Any]] = []
+    bench.state.note = lambda kind, **fields: told.append({"kind": kind, **fields})
+    sample = {"versions": (0, 0), "prompt": "def ", "text": "main():"}
+    for name in ("paris", "iowa", "iowa"):
+        await bench.beat(name, sample=sample)
+    [said] = [each for each in told if each["kind"] == "sampled"]
+    assert (said["region"], said["text"], said["tokens"]) == ("iowa", "main():", 0.0)
+    with pytest.raises(ValidationError):
+        await bench.beat("iowa", sample={**sample, "text": "x" * 1001})
 
 
 @in_a_loop

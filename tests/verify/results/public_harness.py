@@ -65,7 +65,7 @@ def score(path: Path, count: int) -> dict[str, Any]:
     from diloco_cli.models.transformer import Transformer
     from diloco_cli.run.model.find import TrainedModel
     from diloco_cli.run.model.harness import run_tasks
-    from diloco_cli.run.model.text import codec_of
+    from diloco_cli.worker.text_codec import codec_of
     from tests.verify.results.ladder import LARGE, MIDDLE, SMALL
 
     match = NAME.fullmatch(path.stem)

@@ -26,9 +26,20 @@ from diloco_cli.wire.codecs import codecs
 from diloco_cli.wire.frame import open_frame, seal
 from diloco_cli.wire.messages import HeldOut
 from diloco_cli.worker.mailbox import FolderOwner, stamp
+from diloco_cli.worker.trainer.evaluation import sampler_of
 from diloco_cli.worker.trainer.mail import LOOK_SECONDS
 from diloco_cli.worker.trainer.pacing import pacing_of
-from tests.worker.trainer.harness import Stage, again, honest, local, post, posted, steps, until
+from tests.worker.trainer.harness import (
+    TEXT,
+    Stage,
+    again,
+    honest,
+    local,
+    post,
+    posted,
+    steps,
+    until,
+)
 
 TOKENS = 2 * 16
 
@@ -487,6 +498,39 @@ def test_the_last_average_is_waited_for_and_its_absence_ends_no_run(play, monkey
     monkeypatch.setattr("diloco_cli.worker.trainer.evaluation.AVERAGE_SECONDS", 0.2)
     trainer.evaluation.wait_for_average([2, 0], trainer.wakeup)
     assert trainer.evaluation.newest_ema == said.heldout_ema
+
+
+def test_weights_write_a_few_words_only_where_somebody_asks_and_it_costs_no_training(
+    play, monkeypatch
+):
+    stage, trainer = play()
+    assert trainer.evaluation.sampler is None
+    spec = trainer.task.spec
+    asked = spec.model_copy(
+        update={
+            "evaluate": spec.evaluate.model_copy(update={"sample": 8}),
+            "data": {**spec.data, "tokenizer": {"kind": "bytes"}},
+        }
+    )
+    sampler = trainer.evaluation.sampler = sampler_of(replace(trainer.task, spec=asked))
+    assert sampler is not None
+    steps(trainer, 1)
+    trainer.evaluate()
+    said = stage.mailbox.progress().sample
+    assert said.versions == (0, 0) and 0 < len(said.text) <= 8
+    assert said.prompt.encode() in TEXT and len(said.prompt) == 17
+    stage.move_on(0)
+    until(trainer, lambda: trainer.weights.versions == [1, 0])
+    trainer.evaluate()
+    assert stage.mailbox.progress().sample == said, "the next one must wait"
+
+    def full(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr("diloco_cli.models.generate_flax.generate", full)
+    sampler._rest_until = 0.0
+    trainer.evaluate()
+    assert trainer.evaluation.sampler is None and stage.mailbox.progress().sample == said
 
 
 def test_a_held_out_loss_that_is_no_number_is_not_reported_and_not_measured_again(
