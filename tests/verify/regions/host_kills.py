@@ -2,12 +2,13 @@
 
     python -m tests.verify.regions.host_kills --kills 100 --results FILE
 
-First every failpoint of several hosts once, each in the process where it is; then random kills of
-the lead, the follower, its supervisor, the agent, or all of a host at once, at random moments; one
-in seven comes before the region has recovered from the one before. After each the region must
-step again by itself. The kills are done in chunks, each with a run of its own: at its end every
-token must have one fate, and a replay must give every version to the bit. FILE has a line for
-each chunk that is done, and a second call goes on after the last one.
+First every failpoint of several hosts once, each in the process where it is, and kills while both
+hosts write a sharded checkpoint; then random kills of the lead, the follower, its supervisor, the
+agent, or all of a host at once, at random moments; one in seven comes before the region has
+recovered from the one before. After each the region must step again by itself. The kills are done
+in chunks, each with a run of its own: at its end every token must have one fate, and a replay must
+give every version to the bit. FILE has a line for each chunk that is done, and a second call goes
+on after the last one. The run of a chunk that was broken stays beside FILE.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import argparse
 import collections
 import json
 import os
+import shutil
 import sys
-import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.verify.regions.two_hosts import (
+    AGENT_POINT,
     DEVICES,
     FOLLOWER_POINTS,
     LEAD_POINTS,
@@ -35,15 +38,20 @@ from tests.verify.regions.two_hosts import (
 )
 
 CHUNK = 10
-POINTS = {0: [point for point in (*LEAD_POINTS, *FOLLOWER_POINTS) if point != "save.sent"]}
-POINTS[1] = ["save.sent"]
-"""By run: every other one, from the second on, has sharded checkpoints and no file of its own."""
+FILE_POINTS = [point for point in (*LEAD_POINTS, *FOLLOWER_POINTS) if point != "save.sent"]
+MID_WRITE = ("lead", "follower", "host 0", "host 1")
+"""Killed while both hosts write a sharded checkpoint."""
 
 
-def kill_at_every_failpoint(hosts: TwoHosts, points: list[str]) -> list[dict[str, Any]]:
+def kill_at_points(hosts: TwoHosts, points: list[str]) -> list[dict[str, Any]]:
     done = []
-    for point in points:
-        hosts.kill_at(point)
+    for number, point in enumerate(points):
+        if point == AGENT_POINT:
+            hosts.kill_at_an_amendment(rate=0.001 * (number + 1))
+        elif point.startswith("mid-write: "):
+            hosts.kill_in_mid_write(point.removeprefix("mid-write: "))
+        else:
+            hosts.kill_at(point)
         began = time.monotonic()
         hosts.until_it_steps()
         done.append({"killed": point, "seconds": round(time.monotonic() - began, 1)})
@@ -68,13 +76,40 @@ def kill_at_random(hosts: TwoHosts, kills: int, seed: int) -> list[dict[str, Any
     return done
 
 
-def one_run(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    right = {"checkpoint": SHARDED} if seed % 2 else None
-    with two_hosts(folder, patience=600.0, right=right) as hosts:
-        hosts.until_it_steps()
-        done = kill_at_every_failpoint(hosts, POINTS.get(seed, []))
-        done += kill_at_random(hosts, kills, seed)
-        return {"seed": seed, "kills": done, "books": hosts.stop(), "load": os.getloadavg()[1]}
+@dataclass(frozen=True)
+class Chunk:
+    """What is killed in one run."""
+
+    name: str
+    sharded: bool = False
+    points: tuple[str, ...] = ()
+    kills: int = 0
+    seed: int = 0
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        right = {"checkpoint": SHARDED} if self.sharded else None
+        with two_hosts(folder, patience=600.0, right=right) as hosts:
+            hosts.until_it_steps()
+            done = kill_at_points(hosts, list(self.points))
+            done += kill_at_random(hosts, self.kills, self.seed)
+            books = hosts.stop()
+        return {"chunk": self.name, "kills": done, "books": books, "load": os.getloadavg()[1]}
+
+
+def plan(kills: int) -> list[Chunk]:
+    """Failpoints first; every other run of random kills has sharded checkpoints."""
+    points = [
+        Chunk("failpoints of the lead", points=tuple(FILE_POINTS[:4])),
+        Chunk("failpoints of all", points=(*FILE_POINTS[4:], AGENT_POINT)),
+        Chunk("failpoints, sharded", sharded=True, points=("save.sent", AGENT_POINT)),
+        Chunk(
+            "in mid-write", sharded=True, points=tuple(f"mid-write: {part}" for part in MID_WRITE)
+        ),
+    ]
+    for seed, first in enumerate(range(0, kills, CHUNK)):
+        number = min(CHUNK, kills - first)
+        points.append(Chunk(f"random {seed}", sharded=seed % 2 == 1, kills=number, seed=seed))
+    return points
 
 
 def table(chunks: list[dict[str, Any]]) -> str:
@@ -105,17 +140,20 @@ def main(kills: int, results: Path) -> int:
     os.environ["XLA_FLAGS"] = DEVICES
     results.parent.mkdir(parents=True, exist_ok=True)
     chunks = [json.loads(line) for line in results.open()] if results.exists() else []
-    while len(chunks) * CHUNK < kills:
-        seed, number = len(chunks), min(CHUNK, kills - len(chunks) * CHUNK)
-        with tempfile.TemporaryDirectory() as place:
-            try:
-                chunk = one_run(Path(place), number, seed)
-            except Broken as error:
-                _say(f"broken, seed {seed}: {error}")
-                return 1
-        chunks.append(chunk)
+    for chunk in plan(kills):
+        if chunk.name in {done["chunk"] for done in chunks}:
+            continue
+        _say(chunk.name)
+        place = results.with_suffix(".run")
+        shutil.rmtree(place, ignore_errors=True)
+        try:
+            chunks.append(chunk.run(place))
+        except Broken as error:
+            _say(f"broken, {chunk.name}: {error}\nits run is in {place}")
+            return 1
+        shutil.rmtree(place)
         with results.open("a") as file:
-            file.write(json.dumps(chunk) + "\n")
+            file.write(json.dumps(chunks[-1]) + "\n")
     print(table(chunks))
     return 0
 

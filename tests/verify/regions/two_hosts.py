@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -18,11 +19,15 @@ from diloco_cli.assemble import build_terms, resolve, settings_of
 from diloco_cli.launch.ports import free_addresses
 from diloco_cli.launch.roles import follower_role, work_role
 from diloco_cli.launch.subprocesses import LocalProcess
+from diloco_cli.net.client import Client
 from diloco_cli.net.credentials import load_credentials
+from diloco_cli.net.options import Options
+from diloco_cli.observe.events import read_events
 from diloco_cli.server.access.issue import CredentialFolder
 from diloco_cli.server.recovery.verify import replay
 from diloco_cli.spec.resolved import resolved, write_resolved
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.wire.messages import Amend
 from diloco_cli.worker.agent.trainer_process import end_trainer
 from diloco_cli.worker.mailbox import Mailbox
 from tests.live.processes import Live
@@ -37,15 +42,17 @@ SURVIVED = ("agent",)
 SHARDED = {"kind": "orbax", "every": "3s"}
 LEAD_POINTS = {
     "hosts.met": 1,
-    "order.sent": 40,
+    "order.sent": 15,
     "held.sent": 1,
     "adopt.sent": 1,
     "snapshot.sent": 1,
     "save.sent": 1,
     "vector.kept": 3,
 }
-FOLLOWER_POINTS = {"follower.joined": 1, "order.heard": 60}
+FOLLOWER_POINTS = {"follower.joined": 1, "order.heard": 30}
 """Every failpoint of several hosts, and the time at which it kills."""
+AGENT_POINT = "terms.heard"
+"""The agent's, which is in every region: here it stands between an amendment and two hosts."""
 
 
 class Broken(Exception):
@@ -115,6 +122,72 @@ class TwoHosts:
         self._until(lambda: self.generation() != before, f"a start with {point}")
         armed = self.generation()
         self._until(lambda: self.generation() != armed, f"a death at {point}")
+
+    def kill_at_an_amendment(self, rate: float) -> None:
+        """Has the agent die when it has just heard of new terms, which the lead does not know."""
+        self._strike("agent")
+        self._replace("agent", "--failpoint", f"{AGENT_POINT}=kill")
+        self.until_it_steps()
+        before = self.generation()
+        with Client(self.run.address["url"], Options(credentials=self.run.credentials)) as client:
+            change = Amend(id=f"rate {rate}", sure=False, set={"inner.optimizer.lr": rate})
+            terms = client.amend(change).terms
+        died = -signal.SIGKILL
+        self._until(lambda: self.first.exit_code() == died, f"a death at {AGENT_POINT}")
+        if self.generation() != before:
+            raise Broken("the lead did not outlive its agent")
+        self.first = self._start_first()
+        self._until(lambda: self.run.region("right").terms == terms, "the new terms")
+        self._until(lambda: self.generation() != before, "a lead under the new terms")
+
+    def kill_in_mid_write(self, part: str, *, tries: int = 20) -> None:
+        """Kills a part while both hosts write a sharded checkpoint, and leaves it half written.
+
+        A write is over in a moment, so it may take several kills; the last one is such a one. The
+        region must go on from the checkpoint before, at the very step where that was written.
+        """
+        for _ in range(tries):
+            self._until(lambda: bool(self.complete()), "a sharded checkpoint")
+            draft, before = self._next_draft(), self.generation()
+            self._strike(part)
+            self._replace(part)
+            self._until(lambda: self.generation() != before, "the next generation")  # noqa: B023
+            complete, left = self.complete()[-1], draft.is_dir()
+            notes = json.loads((complete / "notes" / "metadata").read_text())
+            self.until_it_steps()
+            if left and int(complete.name) < int(draft.name.partition(".")[0]):
+                began = [
+                    event.fields
+                    for event in read_events(self.run.folder / "events.jsonl")
+                    if event.kind == "first-step" and event.fields["region"] == "right"
+                ][-1]
+                if not began["resumed"] or began["step"] != notes["clock"] + 1:
+                    raise Broken(f"it went on with {began}, not after step {notes['clock']}")
+                return
+        raise Broken(f"{tries} kills met no sharded checkpoint that was half written")
+
+    def _next_draft(self) -> Path:
+        """Waits for bytes of a checkpoint that has no name yet; looks as often as it can."""
+        found: list[Path] = []
+        known = {each for each in self._checkpoints() if not each.name.isdigit()}
+        deadline = time.monotonic() + self._patience
+        while not found and time.monotonic() < deadline:
+            for draft in self._checkpoints():
+                with contextlib.suppress(OSError):
+                    if draft.is_dir() and draft not in known and not draft.name.isdigit():
+                        found += [draft] * any(draft.glob("state*/*"))
+            time.sleep(0.001)
+        if not found:
+            raise Broken("no sharded checkpoint was begun")
+        return found[0]
+
+    def complete(self) -> list[Path]:
+        """Sharded checkpoints that both hosts have written, the newest last."""
+        named = [each for each in self._checkpoints() if each.name.isdigit()]
+        return sorted(named, key=lambda each: int(each.name))
+
+    def _checkpoints(self) -> list[Path]:
+        return [*(self.run.folder / "regions" / "right").glob("checkpoints/*/*")]
 
     def _strike(self, part: str) -> None:
         for process in self._processes(part):

@@ -160,10 +160,11 @@ def test_a_save_that_is_killed_in_the_middle_is_never_taken_for_a_checkpoint(tmp
     assert state.notes["step"] == newest
     for values in state.held():
         np.testing.assert_array_equal(values, np.float32(newest))
-    # It is no obstacle to the next one either.
+    # It is no obstacle to the next one either, and its bytes do not stay for ever.
     again.save({"step": newest + 1}, [np.zeros(4, np.float32)], {}, {})
     again.wait()
     assert again.numbers()[0] == newest + 1
+    assert [path for path in folder.iterdir() if not path.name.isdigit()] == []
     again.close()
 
 
