@@ -23,6 +23,9 @@ bench = typer.Typer()
 def inner(
     windows: Annotated[int, typer.Option(min=1, help="How often each side is measured.")] = 8,
     seconds: Annotated[float, typer.Option(min=2.0, help="How long one measurement takes.")] = 4.0,
+    hosts: Annotated[
+        int, typer.Option(min=1, max=2, help="Processes that share the region's step.")
+    ] = 1,
     format: OutputFormat = Format.text,
 ) -> None:
     """Compare a worker beside live synchronisation with a bare loop of the same step.
@@ -31,7 +34,7 @@ def inner(
     """
     from diloco_cli.bench.inner import inner_figures
 
-    show(inner_figures(windows=windows, seconds=seconds), format)
+    show(inner_figures(windows=windows, seconds=seconds, hosts=hosts), format)
 
 
 @bench.command()

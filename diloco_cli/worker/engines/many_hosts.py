@@ -14,12 +14,13 @@ so that steps pass between them, and are named by a number from then on.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from diloco_cli.errors import StoreError
 from diloco_cli.system.failpoints import reach
 from diloco_cli.worker.engines.exchange import DeviceExchange
 from diloco_cli.worker.engines.host_speed import EVERY_SECONDS, SAMPLES, HostTimer
-from diloco_cli.worker.engines.jax_engine import JaxEngine, JaxStep
+from diloco_cli.worker.engines.jax_engine import JaxEngine, JaxStep, use_compile_cache
 from diloco_cli.worker.engines.orbax_folder import OrbaxFolder, SavedOptimizer
 from diloco_cli.worker.engines.placement import Share, put_together
 from diloco_cli.worker.engines.protocol import (
@@ -71,6 +72,33 @@ def join_processes(address: str, *, hosts: int, host: int) -> None:
         address, hosts, host, coordinator_bind_address=address if host == 0 else None
     )
     jax.devices()  # Each waits here for all others, so nobody may do something else before.
+    if host:
+        _keep_compiled(host)
+
+
+def _keep_compiled(host: int) -> None:
+    """Has this host keep what it compiles, in a folder of its own, as the first host does.
+
+    JAX has the first process alone write, for others that see its folder and can use its programs.
+    Without this every other host would compile each time that the region begins again.
+    """
+    if (folder := use_compile_cache()) is None:
+        return
+    use_compile_cache(folder / f"host-{host}")
+    try:  # There is no public way; without it a start takes longer, and that is all.
+        from jax._src import compilation_cache, compiler
+    except ImportError:
+        return
+
+    def write(
+        key: str, seconds: float, name: str, backend: Any, program: Any, callbacks: Sequence[Any]
+    ) -> None:
+        if not callbacks:
+            with contextlib.suppress(Exception):
+                compilation_cache.put_executable_and_time(key, name, program, backend, int(seconds))
+
+    if hasattr(compiler, "_cache_write"):
+        compiler._cache_write = write
 
 
 def connect_groups(mesh: Mesh) -> None:

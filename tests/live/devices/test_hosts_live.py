@@ -15,9 +15,7 @@ def hosts_in_status(hosts: TwoHosts) -> list[int]:
     return [host.host for host in found]
 
 
-def test_whoever_dies_the_region_goes_on_also_on_fewer_hosts_and_the_books_are_exact(
-    tmp_path, monkeypatch
-):
+def test_whoever_dies_the_region_goes_on_also_on_fewer_and_on_more_hosts(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", DEVICES)
     with two_hosts(tmp_path, right={"checkpoint": SHARDED}) as hosts:
         run = hosts.run
@@ -27,19 +25,17 @@ def test_whoever_dies_the_region_goes_on_also_on_fewer_hosts_and_the_books_are_e
             before = hosts.generation()
             hosts.kill(part)
             hosts.until_it_steps(other_than=None if part == "agent" else before)
-        hosts.kill_at("save.sent")
-        hosts.until_it_steps()
+        hosts.kill_in_mid_write("follower")
         lost = run.region("right").lost
-        run.wait_for(lambda: bool(checkpoints(hosts)), hosts.server)
-        hosts.move({"data": 2}, hosts=1)
-        hosts.until_it_steps()
-        assert run.region("right").lost == lost, "what was stopped in order loses nothing"
-        assert run.progress("right").devices == 2 and hosts_in_status(hosts) == []
+        assert [*hosts.complete()[-1].glob("state/ocdbt.process_1")], "both hosts write"
+        for mesh, count in (({"data": 2}, 1), ({"fsdp": 2, "tensor": 2}, 2)):
+            before = run.progress("right").step
+            hosts.move(mesh, hosts=count)
+            hosts.until_it_steps()
+            assert run.region("right").lost == lost, "what was stopped in order loses nothing"
+            assert run.progress("right").devices == 2 * count
+            assert run.progress("right").step > before
+            shown = [0, 1] if count == 2 else []
+            run.wait_for(lambda: hosts_in_status(hosts) == shown, hosts.server)  # noqa: B023
         books = hosts.stop()
     assert books["share"] > 0 and books["lost"] == lost
-
-
-def checkpoints(hosts: TwoHosts) -> list[str]:
-    """Sharded ones that both hosts have written."""
-    folder = hosts.run.folder / "regions" / "right"
-    return [str(path) for path in folder.glob("checkpoints/*/*/state/ocdbt.process_1")]

@@ -55,6 +55,10 @@ AGENT_POINT = "terms.heard"
 """The agent's, which is in every region: here it stands between an amendment and two hosts."""
 
 
+FATES = ("applied", "uncounted", "pending", "refused", "discarded")
+"""One of these has every token that was trained; uncounted is what was faster than its pace."""
+
+
 class Broken(Exception):
     """A promise was not kept."""
 
@@ -144,7 +148,7 @@ class TwoHosts:
         """Kills a part while both hosts write a sharded checkpoint, and leaves it half written.
 
         A write is over in a moment, so it may take several kills; the last one is such a one. The
-        region must go on from the checkpoint before, at the very step where that was written.
+        region must go on from the checkpoint before, and not even try the one that is half written.
         """
         for _ in range(tries):
             self._until(lambda: bool(self.complete()), "a sharded checkpoint")
@@ -156,15 +160,21 @@ class TwoHosts:
             notes = json.loads((complete / "notes" / "metadata").read_text())
             self.until_it_steps()
             if left and int(complete.name) < int(draft.name.partition(".")[0]):
-                began = [
-                    event.fields
-                    for event in read_events(self.run.folder / "events.jsonl")
-                    if event.kind == "first-step" and event.fields["region"] == "right"
-                ][-1]
-                if not began["resumed"] or began["step"] != notes["clock"] + 1:
-                    raise Broken(f"it went on with {began}, not after step {notes['clock']}")
+                self._check_resumed(notes["clock"])
                 return
         raise Broken(f"{tries} kills met no sharded checkpoint that was half written")
+
+    def _check_resumed(self, clock: int) -> None:
+        """Whatever is in the outbox may be newer than the checkpoint."""
+        starts = [
+            event.fields
+            for event in read_events(self.run.folder / "events.jsonl")
+            if event.kind == "first-step" and event.fields["region"] == "right"
+        ]
+        if not starts[-1]["resumed"] or starts[-1]["step"] <= clock:
+            raise Broken(f"it went on with {starts[-1]}, not after step {clock}")
+        if "cannot be read" in (self.run.folder / "logs" / "right.trainer.log").read_text():
+            raise Broken("it tried a checkpoint that was half written")
 
     def _next_draft(self) -> Path:
         """Waits for bytes of a checkpoint that has no name yet; looks as often as it can."""
@@ -209,6 +219,8 @@ class TwoHosts:
                 yield psutil.Process(self.first.pid)
             if part in ("lead", "host 0") and lead is not None:
                 yield psutil.Process(lead)  # Not a child of an agent that took it over.
+            if self.second is self.first:
+                return  # There is no other host.
             if part in ("follower", "host 1"):
                 yield from psutil.Process(self.second.pid).children()
             if part in ("supervisor", "host 1"):
@@ -264,7 +276,7 @@ def audit(run: Live) -> dict[str, Any]:
     """Every token has one fate, and every version is made again from the journal."""
     summary = run.summary()
     tokens, regions = summary["tokens"], summary["regions"]
-    fates = sum(tokens[fate] for fate in ("applied", "pending", "refused", "discarded"))
+    fates = sum(tokens[fate] for fate in FATES)
     if not summary["balanced"] or abs(tokens["trained"] - fates) > 1e-6 * tokens["trained"]:
         raise Broken(f"the books do not balance: {tokens}")
     if not regions["right"]["share"]:
@@ -273,10 +285,8 @@ def audit(run: Live) -> dict[str, Any]:
     lines = replay(settings, run.folder / "server", build=build_terms).lines
     if not lines or not all(line.made for line in lines):
         raise Broken(f"replay: {lines}")
-    kept = {fate: tokens[fate] for fate in ("trained", "applied", "pending", "refused")}
     return {
-        **kept,
-        "discarded": tokens["discarded"],
+        **{each: tokens[each] for each in ("trained", *FATES)},
         "lost": regions["right"]["lost"],
         "outer_steps": summary["outer_steps"],
         "share": regions["right"]["share"],

@@ -23,7 +23,7 @@ def test_two_processes_of_two_devices_are_one_device(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-m", "tests.worker.hosts.two_processes", *options],
         cwd=ROOT,
-        env={**os.environ, **flags},
+        env={**os.environ, **flags, "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
     )
@@ -43,4 +43,6 @@ def test_two_processes_of_two_devices_are_one_device(tmp_path):
     assert sharded["held"] and sharded["fits"] == [True, True]
     assert sharded["losses"][0] == pytest.approx(sharded["losses"][1], abs=1e-5)
     assert found["speeds"].keys() == {"0", "1"} and all(found["speeds"].values())
+    kept = tmp_path / ".cache" / "diloco" / "compile" / "host-1"
+    assert [*kept.glob("jit_step-*")], "the follower would compile again at every start"
     assert two["frames"] == one["frames"] == found["expected frames"]
