@@ -120,6 +120,7 @@ schema: .venv/.stamp-test        ## thousands of requests made up from /openapi.
 bench: .venv/.stamp-test         ## figures, each beside its limit from the same run
 	$(BIN)/diloco bench start
 	$(BIN)/diloco bench inner
+	$(BIN)/diloco bench inner --hosts 2
 	$(BIN)/diloco bench wire
 	$(BIN)/diloco bench link
 	$(BIN)/diloco bench recovery

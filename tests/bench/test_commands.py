@@ -73,9 +73,10 @@ def test_a_goal_bounds_the_ratio_or_the_value_from_below_or_above():
 
 
 @pytest.mark.live
-def test_a_worker_is_measured_beside_a_bare_loop():
+@pytest.mark.parametrize("hosts", ["1", pytest.param("2", marks=pytest.mark.long)])
+def test_a_worker_is_measured_beside_a_bare_loop(hosts):
     asked = ["bench", "inner", "--windows", "1", "--seconds", "2", "--format", "json"]
-    result = CliRunner().invoke(app, asked)
+    result = CliRunner().invoke(app, [*asked, "--hosts", hosts])
     if isinstance(result.exception, RunFailed):
         # On a busy machine a single window may be unbelievable; then it is not believed.
         assert "the two are not comparable" in result.exception.message
@@ -115,8 +116,8 @@ def test_both_sides_prepare_their_process_the_same_way(monkeypatch):
 
     monkeypatch.setattr(task, "set_up", set_up)
     monkeypatch.setattr(trainer, "set_up", set_up)
-    spec = inner._spec()
+    spec = inner._spec(1)
     with pytest.raises(Enough, match="1"):
-        inner._loop(None, spec, [1])  # pyright: ignore[reportArgumentType]
+        inner._loop(None, spec, 1, 0, "")  # pyright: ignore[reportArgumentType]
     with pytest.raises(Enough, match="1"):
         trainer.train(spec, "bench", inner.Path("nowhere"), cores=[1])

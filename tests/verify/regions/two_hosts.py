@@ -134,7 +134,7 @@ class TwoHosts:
         self.until_it_steps()
         before = self.generation()
         with Client(self.run.address["url"], Options(credentials=self.run.credentials)) as client:
-            change = Amend(id=f"rate {rate}", sure=False, set={"inner.optimizer.lr": rate})
+            change = Amend(id=f"rate-{rate}", sure=False, set={"inner.optimizer.lr": rate})
             terms = client.amend(change).terms
         died = -signal.SIGKILL
         self._until(lambda: self.first.exit_code() == died, f"a death at {AGENT_POINT}")

@@ -23,7 +23,7 @@ def test_two_processes_of_two_devices_are_one_device(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-m", "tests.worker.hosts.two_processes", *options],
         cwd=ROOT,
-        env={**os.environ, **flags, "HOME": str(tmp_path)},
+        env={**os.environ, **flags},
         capture_output=True,
         text=True,
     )
@@ -43,6 +43,25 @@ def test_two_processes_of_two_devices_are_one_device(tmp_path):
     assert sharded["held"] and sharded["fits"] == [True, True]
     assert sharded["losses"][0] == pytest.approx(sharded["losses"][1], abs=1e-5)
     assert found["speeds"].keys() == {"0", "1"} and all(found["speeds"].values())
-    kept = tmp_path / ".cache" / "diloco" / "compile" / "host-1"
-    assert [*kept.glob("jit_step-*")], "the follower would compile again at every start"
     assert two["frames"] == one["frames"] == found["expected frames"]
+
+
+OTHER_HOST = """
+import jax
+from jax._src import distributed
+from diloco_cli.worker.engines import many_hosts
+distributed.global_state.process_id = 1
+many_hosts._keep_compiled(1)
+jax.jit(lambda x: x + 1.0)(1.0)
+"""
+
+
+def test_another_host_than_the_first_keeps_what_it_compiled(tmp_path):
+    subprocess.run(
+        [sys.executable, "-c", OTHER_HOST],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)},
+        check=True,
+    )
+    folder = tmp_path / ".cache" / "diloco" / "compile" / "host-1"
+    assert [*folder.glob("jit_*")], "it would compile again at every start"
