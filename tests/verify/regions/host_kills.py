@@ -100,7 +100,7 @@ def plan(kills: int) -> list[Chunk]:
     """Failpoints first; every other run of random kills has sharded checkpoints."""
     points = [
         Chunk("failpoints, first half", points=tuple(FILE_POINTS[:4])),
-        Chunk("failpoints, second half", points=(*FILE_POINTS[4:], AGENT_POINT)),
+        Chunk("failpoints, second half", points=tuple(FILE_POINTS[4:])),
         Chunk("failpoints, sharded", sharded=True, points=("save.sent", AGENT_POINT)),
         Chunk(
             "in mid-write", sharded=True, points=tuple(f"mid-write: {part}" for part in MID_WRITE)

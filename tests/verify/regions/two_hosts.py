@@ -129,9 +129,11 @@ class TwoHosts:
 
     def kill_at_an_amendment(self, rate: float) -> None:
         """Has the agent die when it has just heard of new terms, which the lead does not know."""
+        joined = len(self._events("joined"))
         self._strike("agent")
         self._replace("agent", "--failpoint", f"{AGENT_POINT}=kill")
-        self.until_it_steps()
+        # What it hears before that is another matter.
+        self._until(lambda: len(self._events("joined")) > joined, "an agent that has joined")
         before = self.generation()
         with Client(self.run.address["url"], Options(credentials=self.run.credentials)) as client:
             change = Amend(id=f"rate-{rate}", sure=False, set={"inner.optimizer.lr": rate})
@@ -166,11 +168,7 @@ class TwoHosts:
 
     def _check_resumed(self, clock: int) -> None:
         """Whatever is in the outbox may be newer than the checkpoint."""
-        starts = [
-            event.fields
-            for event in read_events(self.run.folder / "events.jsonl")
-            if event.kind == "first-step" and event.fields["region"] == "right"
-        ]
+        starts = self._events("first-step")
         if not starts[-1]["resumed"] or starts[-1]["step"] <= clock:
             raise Broken(f"it went on with {starts[-1]}, not after step {clock}")
         if "cannot be read" in (self.run.folder / "logs" / "right.trainer.log").read_text():
@@ -227,6 +225,15 @@ class TwoHosts:
                 yield psutil.Process(self.second.pid)
 
     # Looking
+
+    def _events(self, kind: str) -> list[Any]:
+        """What is noted of the region of two hosts."""
+        found = read_events(self.run.folder / "events.jsonl")
+        return [
+            event.fields
+            for event in found
+            if event.kind == kind and event.fields["region"] == "right"
+        ]
 
     def generation(self) -> str:
         with contextlib.suppress(OSError):
