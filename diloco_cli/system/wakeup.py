@@ -74,7 +74,8 @@ class Signals:
         self._wakeup = Wakeup()
 
     def __enter__(self) -> Signals:
-        self._before = {kind: signal.signal(kind, self._handle) for kind in self.KINDS}
+        heard = (kind for kind in self.KINDS if not is_ignored(kind))
+        self._before = {kind: signal.signal(kind, self._handle) for kind in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,6 +104,11 @@ class Signals:
         self._wakeup.wake()
 
 
+def is_ignored(kind: signal.Signals) -> bool:
+    """Whether whoever started this process wants it to outlive the terminal, as nohup does."""
+    return kind == signal.SIGHUP and signal.getsignal(kind) is signal.SIG_IGN
+
+
 def exit_at_once(number: int) -> None:
     os._exit(128 + number)
 
@@ -110,7 +116,10 @@ def exit_at_once(number: int) -> None:
 def stop_on_signals(
     wakeup: Wakeup, *signals: signal.Signals, second: Callable[[int], None] = exit_at_once
 ) -> None:
-    """The first signal asks to stop in order; any later one calls `second`."""
+    """The first signal asks to stop in order; any later one calls `second`.
+
+    A SIGHUP that is ignored already stays so.
+    """
 
     def handler(number: int, frame: FrameType | None) -> None:
         if wakeup.stop_reason:
@@ -119,7 +128,8 @@ def stop_on_signals(
             wakeup.stop(f"told to stop by {signal.Signals(number).name}")
 
     for kind in signals:
-        signal.signal(kind, handler)
+        if not is_ignored(kind):
+            signal.signal(kind, handler)
 
 
 def stopping_signals(on_hangup: Callable[[], None]) -> tuple[signal.Signals, ...]:

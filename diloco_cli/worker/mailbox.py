@@ -406,6 +406,10 @@ class Mailbox:
     def write_ready(self, ready: AgentReady) -> None:
         keep_bytes(self.ready_file, _json(asdict(ready)), durable=False)
 
+    def withdraw_ready(self) -> None:
+        """Lets no trainer join until the agent is ready again."""
+        _remove((self.ready_file,))
+
     def lanes(self) -> LaneAssignment | None:
         """Reads which lanes of the text are this region's; None before the first."""
         try:

@@ -81,8 +81,9 @@ def test_a_command_counts_signals_and_wakes_for_each(handlers):
 
 
 SERVICE = """
-import os, sys, time
+import os, signal, sys, time
 from diloco_cli.system.wakeup import Wakeup, stop_service_on_signals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Whatever the tests were started with.
 if sys.argv[1:]:
     os.open(sys.argv[1], os.O_RDWR)  # The first that a session opens becomes its terminal.
 wakeup = Wakeup()
@@ -110,3 +111,19 @@ def test_sighup_ends_a_service_only_where_a_terminal_was_closed(terminal, said):
     finally:
         os.close(ours)
         os.close(theirs)
+
+
+def test_what_nohup_has_started_outlives_its_terminal(handlers):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        wakeup = Wakeup()
+        stop_on_signals(wakeup, signal.SIGTERM, signal.SIGHUP)
+        with Signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.count == 0
+        signal.raise_signal(signal.SIGHUP)
+        assert not wakeup.stop_reason
+        signal.raise_signal(signal.SIGTERM)
+        assert wakeup.stop_reason == "told to stop by SIGTERM"
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -135,13 +135,19 @@ class TrainerSupervisor:
 
     def start(self, sync: SyncThreads) -> None:
         """Starts a trainer, or takes one in that was started elsewhere."""
-        if self.own and self.own.attach and self.mailbox.ready() is not None:
+        attach = self.own is not None and self.own.attach
+        ready = self.mailbox.ready() if attach else None
+        if ready is not None and ready.terms == self.settings.terms:
             return self._await_trainer()
+        self.mailbox.withdraw_ready()  # Nobody joins with settings that are about to change.
         self.settings.write()
         sync.follows = self.settings.terms
-        attach = "waiting for the trainer, which is started elsewhere, to join"
-        starting = attach if self.own and self.own.attach else "starting the trainer"
-        self.idle(sync, self._following or starting)
+        awaited = "waiting for the trainer, which is started elsewhere, to join"
+        if attach:
+            starting = f"{self._following}; {awaited}" if self._following else awaited
+        else:
+            starting = self._following or "starting the trainer"
+        self.idle(sync, starting)
         self._following = ""
         self._since = self._stepped_at = time.monotonic()
         self._told_at, self._stuck = None, ""
@@ -159,7 +165,7 @@ class TrainerSupervisor:
         elif self.own.command:
             self.trainer = self._started(sync, self.own.command)
         else:
-            log.info(attach)
+            log.info(starting)
             return None
         pid, restarts = self.trainer.pid, self.restarts
         self.events.note("trainer-started", region=self.region, pid=pid, restarts=restarts)
@@ -202,6 +208,7 @@ class TrainerSupervisor:
         log.info(f"{self._following}: the trainer starts anew")
         self.idle(sync, self._following)
         pid, why = self.trainer.pid, self._following
+        self.mailbox.withdraw_ready()
         self.stop()
         self.events.note("trainer-exited", region=self.region, pid=pid, why=why)
 

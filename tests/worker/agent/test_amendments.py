@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -14,7 +16,7 @@ from diloco_cli.spec.load import load_spec
 from diloco_cli.spec.resolved import resolved
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.messages import Amendment, Amendments, TrainerProgress
-from diloco_cli.worker.handover import HandoverRecord
+from diloco_cli.worker.handover import OWN_TRAINER, HandoverRecord
 from diloco_cli.worker.mailbox import FINISHED, FolderOwner, Mailbox
 from tests.worker.fake_server import OWN, settings_in
 
@@ -227,6 +229,50 @@ def test_a_server_that_has_fewer_amendments_is_believed(agent, counter, tmp_path
     running = agent()
     counter.wait_for(lambda: reports(counter, 1))
     assert running.agent.settings.spec.inner.batch == OWN.inner.batch
+
+
+ATTACHED = """
+import signal, sys
+from pathlib import Path
+from diloco_cli.assemble import load_run, spelled_out
+from diloco_cli.system.wakeup import Wakeup, stop_on_signals
+from diloco_cli.worker.handover import OWN_TRAINER, HandoverRecord
+from diloco_cli.worker.mailbox import TRAINER_LOCK, Mailbox
+from diloco_cli.worker.trainer.parent_watch import ParentWatch
+mailbox, wakeup = Mailbox(Path(sys.argv[1])), Wakeup()
+stop_on_signals(wakeup, signal.SIGTERM)
+spec = spelled_out(load_run(mailbox.spec_file).spec)
+with mailbox.locked(TRAINER_LOCK, seconds=60):
+    HandoverRecord.of(OWN_TRAINER, spec, "paris", mailbox.identity()).write(mailbox)
+    parent = ParentWatch(wakeup, mailbox, None)
+    parent.listen()
+    while not wakeup.stop_reason:
+        parent.tell("progress")
+        wakeup.pause(0.2)
+"""
+
+
+def test_a_trainer_that_attaches_finds_the_newest_terms(agent, counter, tmp_path, mailbox):
+    """Its agent once waited for ever for one that works by settings which nobody had written."""
+    regions = [{"name": "paris", "trainer": {"attach": True}}, {"name": "tokyo"}]
+    with mailbox.locked():
+        running = agent(own=own_file(regions=regions))
+        running.agent.supervisor.argv = OWN_TRAINER
+        counter.wait_for(lambda: mailbox.ready() is not None)
+        counter.amend(LR)  # While nobody is there.
+        counter.wait_for(lambda: mailbox.ready() is not None and mailbox.ready().terms == 1)
+        assert written(mailbox).inner.optimizer["lr"] == 0.5
+        attached = subprocess.Popen([sys.executable, "-c", ATTACHED, str(mailbox.folder)])
+        try:
+            counter.wait_for(lambda: reports(counter, 1), seconds=120)
+            counter.amend({"inner.batch": 4})  # It is asked to leave.
+            assert attached.wait(120) == 0
+        finally:
+            attached.kill()
+        awaits = "following amendment 2; waiting for the trainer, which is started elsewhere"
+        counter.wait_for(lambda: counter.heartbeats[-1].why.startswith(awaits))
+        ready = mailbox.ready()
+        assert ready and ready.terms == 2 and written(mailbox).inner.batch == 4
 
 
 # The end that is taken back
