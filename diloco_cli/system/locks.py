@@ -68,7 +68,8 @@ class FileLock:
         except OSError:
             return None
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Shared: two that look at a free lock must not take each other for its holder.
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return None
         except BlockingIOError:
             return _pid_in(handle)
@@ -82,7 +83,8 @@ class FileLock:
 def _lock(handle: int, path: Path, wait: float) -> None:
     if math.isinf(wait):
         return fcntl.flock(handle, fcntl.LOCK_EX)
-    deadline = time.monotonic() + wait
+    # Whoever only looks holds it for a moment, too, so one refusal says nothing.
+    deadline = time.monotonic() + max(wait, POLL_SECONDS)
     while True:
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -66,3 +66,19 @@ def test_a_file_that_cannot_be_opened_is_an_error_of_the_system(tmp_path):
     with pytest.raises(IsADirectoryError):
         FileLock(tmp_path).acquire()
     assert FileLock(tmp_path / "no" / "lock").is_free()
+
+
+def test_those_who_only_look_at_a_free_lock_do_not_see_each_other(path):
+    """Otherwise a process that was long gone is taken for the holder, and its pid may be killed."""
+    path.write_text("4242\n")
+    seen: list[str | None] = []
+
+    def look() -> None:
+        seen.extend(FileLock(path).holder() for _ in range(2000))
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(seen) == {None}
