@@ -62,7 +62,6 @@ class OutcomeCounter:
         self._stale: dict[int, int] = {}
         self._up: Seconds = 0.0
         self._since: Seconds = 0.0
-        self._waited: Seconds = 0.0
         self._down: dict[str, Seconds] = {}
         self._down_seconds: Seconds = 0.0
         self._timeline: list[tuple[Seconds, float, int]] = []

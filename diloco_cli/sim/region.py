@@ -1,6 +1,6 @@
 """A region as time sees it: steps, frames and versions without any numbers in them.
 
-The books are those of `core/delta`, as in a real trainer; only the training itself is
+The books are those of `core/unmerged_work`, as in a real trainer; only the training itself is
 replaced by the time it takes. Steps are counted when somebody asks, not one by one.
 """
 

@@ -143,8 +143,7 @@ class _Shared(Generic[T]):
         self._done: dict[int, Future[T]] = {}
 
     def results(self, helpers: int) -> Iterator[T]:
-        pool = _helpers(helpers)
-        helping = [pool.submit(self._help) for _ in range(helpers)]
+        helping = _helpers.ask(helpers, self._help)
         try:
             for place in range(self._count):
                 while place not in self._done and self._take():
@@ -209,12 +208,26 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-_pools: dict[int, ThreadPoolExecutor] = {}
-_pools_lock = threading.Lock()
+class _Helpers:
+    """One pool for all, with as many threads as any call has asked for.
+
+    One for each number would be, on many cores, many times as many threads, each with scratch
+    memory of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._most = 0
+
+    def ask(self, count: int, work: Callable[[], None]) -> list[Future[None]]:
+        """Lets so many threads do the work, as soon as they are free."""
+        with self._lock:
+            if self._pool is None or count > self._most:
+                if self._pool is not None:
+                    self._pool.shutdown(wait=False)  # What it was asked for, it still does.
+                self._pool, self._most = ThreadPoolExecutor(count, "chunks"), count
+            return [self._pool.submit(work) for _ in range(count)]
 
 
-def _helpers(count: int) -> ThreadPoolExecutor:
-    with _pools_lock:
-        if count not in _pools:
-            _pools[count] = ThreadPoolExecutor(count, "chunks")
-        return _pools[count]
+_helpers = _Helpers()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -178,6 +179,19 @@ def test_helpers_that_others_keep_busy_are_not_waited_for():
     finally:
         done.set()
         thread.join()
+
+
+def test_calls_for_other_numbers_of_helpers_share_them():
+    def threads() -> int:
+        return sum(each.name.startswith("chunks") for each in threading.enumerate())
+
+    for wanted in range(2, 10):
+        together = threading.Barrier(wanted, timeout=30)
+        list(spread(lambda _, all_at_once=together: all_at_once.wait(), wanted, threads=wanted))
+    deadline = time.monotonic() + 30
+    while threads() > 8:  # Not 1 + 2 + … + 8: every thread keeps its scratch memory.
+        assert time.monotonic() < deadline, threads()
+        time.sleep(0.01)
 
 
 def test_one_thread_or_one_chunk_needs_no_helper():

@@ -64,7 +64,7 @@ class Throughput:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`say` is told the first measurement and what follows from it."""
+        """`name` says in the log what is measured, once it is."""
         self.name = name
         self.part_bytes, self.most_lanes = options.part_bytes, options.lanes
         self.least = min(LEAST_PART_BYTES, self.part_bytes)

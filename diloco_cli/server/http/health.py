@@ -42,6 +42,10 @@ class HealthPort:
             self._server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._room.locked():
+            # Waiting, it would keep a descriptor, and strangers could take all that there are.
+            writer.transport.abort()
+            return
         with suppress(
             OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
         ):

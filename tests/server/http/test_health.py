@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from diloco_cli.server.http.health import HealthPort
+from diloco_cli.server.http import health
+from diloco_cli.server.http.health import MOST_AT_ONCE, HealthPort
 from diloco_cli.server.http.listener import bind
 from diloco_cli.system.files import DiskFull
 from tests.server.harness import in_a_loop, joined
@@ -38,4 +39,28 @@ async def test_it_says_whether_contributions_can_be_acknowledged_and_nothing_els
             assert (await ask(number, other + b"\r\n\r\n")).startswith(b"HTTP/1.1 404 ")
         assert await ask(number, b"GET /" + b"x" * 70_000) == b"", "it reads no more than a head"
     finally:
+        await port.end()
+
+
+@in_a_loop
+async def test_callers_beyond_the_most_are_turned_away_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "SECONDS", 600.0)
+    bench = await joined(tmp_path)
+    taken = bind("127.0.0.1:0", key="server.health")
+    number = taken.getsockname()[1]
+    port = HealthPort(bench.state, taken)
+    await port.start()
+    silent, before = [], len(asyncio.all_tasks())
+    try:
+        silent = [await asyncio.open_connection("127.0.0.1", number) for _ in range(MOST_AT_ONCE)]
+        # One that waited for its turn would keep a descriptor, and strangers could take them all.
+        async with asyncio.timeout(30):
+            assert await ask(number, b"") == b""
+    finally:
+        for _, writer in silent:
+            writer.close()
+            await writer.wait_closed()
+        async with asyncio.timeout(60):
+            while len(asyncio.all_tasks()) > before:
+                await asyncio.sleep(0.01)
         await port.end()
