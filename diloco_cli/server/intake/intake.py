@@ -36,6 +36,7 @@ from diloco_cli.server.intake.partial import (
 )
 from diloco_cli.server.refusals import HttpRefusal
 from diloco_cli.server.rounds.coordinator import Coordinator
+from diloco_cli.server.rounds.token_totals import REPORTED_FATES
 from diloco_cli.server.store.draft import Draft
 from diloco_cli.server.store.run_store import RunStore
 from diloco_cli.server.versions.next_version import Seen
@@ -238,7 +239,9 @@ class Intake:
 
     async def _decide(self, address: UploadAddress, draft: Draft, frame: Frame) -> rounds.Answer:
         state = self._state
-        receipt, totals = _receipt(address, frame), dict(frame.header.totals)
+        receipt, said = _receipt(address, frame), frame.header.totals
+        # A header may name anything, and what is told on goes into the journal.
+        totals = {fate: said[fate] for fate in REPORTED_FATES if fate in said}
         async with self._alone(receipt.digest):
             try:
                 unfit, seen = None, None

@@ -11,7 +11,7 @@ from diloco_cli.observe.metrics import warnings
 from diloco_cli.server.build_status import build_status, build_summary
 from diloco_cli.server.recovery.verify import replay
 from diloco_cli.wire.messages import News, parse
-from tests.server.harness import LEASE, close_server, in_a_loop, replayed
+from tests.server.harness import LEASE, close_server, in_a_loop, read_journal, replayed
 from tests.server.lying import CAP, STEP_TOKENS, Trial, totals
 
 LIES: list[dict[str, float]] = [
@@ -152,6 +152,21 @@ async def test_a_header_that_contradicts_itself_is_refused_with_both_numbers(
     answer = await trial.upload("evil", evil.frame(0, totals=said))
     assert isinstance(answer, Refused) and answer.why == why
     assert trial.state.ledger.slots[0].decided["evil"].fate == "refused"
+
+
+@in_a_loop
+async def test_only_known_fates_of_a_header_reach_the_journal(tmp_path):
+    """A header may have a mebibyte, and the journal is compacted only after a round."""
+    trial = Trial(tmp_path)
+    await trial.join()
+    await trial.call(0)
+    evil = trial.regions["evil"]
+    said = totals(evil, 0, 6 * STEP_TOKENS)
+    junk = {"x" * n: 1.0 for n in range(1, 33)}
+    assert isinstance(await trial.upload("evil", evil.frame(0, totals=said | junk)), Accept)
+    await close_server(trial.server)
+    decided = [each for each in read_journal(tmp_path) if each["kind"] == "decided"]
+    assert [each["totals"] for each in decided] == [said]
 
 
 @in_a_loop
