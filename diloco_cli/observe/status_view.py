@@ -30,10 +30,10 @@ from diloco_cli.observe.status import (
     Status,
 )
 from diloco_cli.observe.text_charts import lane, span_of, sparkline
-from diloco_cli.observe.units import amount, bits, loss, percent, seconds
+from diloco_cli.observe.units import UNKNOWN, amount, bits, loss, percent, seconds
 from diloco_cli.wire.messages import Amendment
 
-TABLE_WIDTH, WIDE = 60, 80
+TABLE_WIDTH, WIDE, ROOMY = 60, 80, 100
 LONGEST_NAME = 16
 FEWEST_ROWS = 4
 """Regions that are shown in a window however low it is."""
@@ -258,7 +258,8 @@ class _Regions:
         else:
             curves = self.seen.history.regions if self.seen else {}
             wide = options.max_width >= WIDE and not self.status.over
-            yield _region_table(self.status, shown, curves if wide else {})
+            links = options.max_width >= ROOMY and not self.status.over
+            yield _region_table(self.status, shown, curves if wide else {}, links=links)
         if rest:
             states = Counter(region.state for region in rest)
             words = ", ".join(f"{count} {state}" for state, count in states.items())
@@ -266,12 +267,18 @@ class _Regions:
 
 
 def _region_table(
-    status: Status, regions: Sequence[RegionStatus], curves: Mapping[str, Curves]
+    status: Status,
+    regions: Sequence[RegionStatus],
+    curves: Mapping[str, Curves],
+    *,
+    links: bool = False,
 ) -> RenderableType:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     table.add_column("region", no_wrap=True)
     for heading in ("step", "loss", *(["", "tok/s", ""] if curves else ["tok/s"]), "share"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    if links:
+        table.add_column("MB/s up/down", justify="right", no_wrap=True)
     table.add_column("state", overflow="fold")
     for region in regions:
         falling, running = _region_curves(curves.get(region.name)) if curves else ([], [])
@@ -292,9 +299,16 @@ def _region_table(
             amount(region.tokens_per_second),
             *running,
             percent(region.share),
+            *([_link(region)] if links else []),
             state,
         )
     return table
+
+
+def _link(region: RegionStatus) -> str:
+    """What was measured of a region's line in each direction."""
+    rates = (region.link_up, region.link_down)
+    return "/".join(UNKNOWN if rate is None else f"{rate / 1e6:.1f}" for rate in rates)
 
 
 def _region_curves(curves: Curves | None) -> tuple[list[str], list[str]]:

@@ -159,6 +159,14 @@ def test_text_from_a_region_is_never_read_as_markup():
     assert "[red]x[/red]" in drawn(status_view(changed(regions=[evil])))
 
 
+def test_a_roomy_window_shows_what_each_line_carries():
+    linked = [{**REGIONS[0], "link_up": 8.6e6, "link_down": 31.14e6}, {**REGIONS[1]}]
+    roomy = drawn(status_view(changed(regions=linked)), 100)
+    assert "MB/s up/down" in roomy and "8.6/31.1" in roomy and "–/–" in roomy
+    narrow = drawn(status_view(changed(regions=linked)), 99)
+    assert "MB/s" not in narrow and "8.6/31.1" not in narrow
+
+
 def test_no_color_means_no_escape_codes(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[3" not in drawn(status_view(STATUS), force_terminal=True)

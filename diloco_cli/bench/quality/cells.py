@@ -34,7 +34,7 @@ class Cell:
     """It trains on and cannot be reached; or it stands still and comes back as it was, from its
     disk, or without one, and goes on with the newest weights."""
     slower: float = 0.0
-    """How many times slower data parallel, which sends 16 bits a parameter each step, is on the
+    """How many times slower data parallel, which sends 16 bits per parameter each step, is on the
     lines than it computes; 0: the lines carry everything at once."""
     told: bool = True
     """The spec knows the speeds."""
