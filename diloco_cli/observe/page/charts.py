@@ -19,6 +19,8 @@ Points = Sequence[tuple[float, float | None]]
 
 TOP, BOTTOM = 14, 22
 """Pixels above and below the plot; below are the labels of the x-axis."""
+LOW = 150
+"""Pixels of a chart that is a small one."""
 LETTERS = 14
 """Pixels that a label needs for itself."""
 MOST_LABELS = 8
@@ -91,13 +93,16 @@ def chart(
     def down(value: float) -> float:
         return TOP + plot * (1 - y.share(value))
 
+    said = ""
     for tick in ticks(y, 4 if plot > 80 else 2):
-        at = f"{down(tick):.1f}"
+        if (words := _tick(y_text(tick))) == said:
+            continue  # Of nothing at all there are many ticks and one word.
+        said, at = words, f"{down(tick):.1f}"
         parts.append(f"<line class='grid' x1='0' x2='100%' y1='{at}' y2='{at}'/>")
-        parts.append(
-            f"<text class='left' x='-8' y='{at}' dy='4'>{escape(_tick(y_text(tick)))}</text>"
-        )
-    for tick in ticks(x, 4, TIME_STEPS if x_text is seconds else ()):
+        parts.append(f"<text class='left' x='-8' y='{at}' dy='4'>{escape(words)}</text>")
+    # Words for times are long, and low charts stand in narrow columns.
+    about = 2.5 if x_text is seconds and height <= LOW else 4
+    for tick in ticks(x, about, TIME_STEPS if x_text is seconds else ()):
         share = x.share(tick)
         anchor = "start" if share < 0.03 else "end" if share > 0.97 else "middle"
         parts.append(
@@ -180,7 +185,7 @@ def _labels(
     places = [each[0] for each in wanted]
     for n in range(1, len(places)):
         places[n] = max(places[n], places[n - 1] + LETTERS)
-    limit = float(height - BOTTOM + 4)
+    limit = float(height - BOTTOM - 4)
     for n in reversed(range(len(places))):
         places[n] = limit = min(places[n], limit)
         limit -= LETTERS
@@ -217,7 +222,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
-def ticks(axis: Axis, about: int, steps: Sequence[float] = ()) -> list[float]:
+def ticks(axis: Axis, about: float, steps: Sequence[float] = ()) -> list[float]:
     """Round values between the ends of an axis, about so many; `steps` are those to choose from."""
     span = axis.high - axis.low
     if not math.isfinite(span) or span <= 0:

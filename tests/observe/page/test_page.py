@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 from diloco_cli.observe.history import History
 from diloco_cli.observe.page import POLICY, View, page
+from diloco_cli.observe.page.curves import traffic_chart
 from tests.observe.documents import make_status
 
 STATUS = make_status(
@@ -119,6 +120,17 @@ def test_the_average_of_the_weights_has_a_line_of_its_own():
     [average] = re.findall(r"class='line dash' data-name='EMA' d='([^']+)'", shown)
     assert len(re.findall("[ML]", average)) == 9
     assert "their average 2.500" in shown and "Dashed: the average" in shown
+
+
+def test_labels_of_small_charts_are_few_and_never_say_the_same_twice():
+    history = History(1)
+    for second in range(121):
+        history.sample(second, make_status(state="training", seconds=float(second)))
+    document = {"now": 120.0, **history.document()}
+    drawn = traffic_chart(document, label="Traffic")
+    words = re.findall(r"<text[^>]*>([^<]+)</text>", drawn)
+    assert words.count("0 B") == 1, "nothing was moved"
+    assert [each for each in words if "min" in each] == ["1 min", "2 min"]
 
 
 def test_what_the_weights_wrote_is_shown_escaped_and_only_the_last_few_are_kept():
