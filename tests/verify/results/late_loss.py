@@ -157,7 +157,7 @@ class Parallel:
         now = kept = 0.0
         gone: dict[str, float] = {}
         yield now, kept
-        for when, region in [*kills, (until, "")]:
+        for when, region in [*(each for each in kills if each[0] < until), (until, "")]:
             if when < now:
                 continue
             while gone and (first := min(gone.values())) < when:

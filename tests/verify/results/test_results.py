@@ -142,7 +142,7 @@ def test_scores_are_compared_seed_by_seed():
 
 
 def test_a_data_parallel_job_under_kills_loses_what_its_kind_loses():
-    kills = [(10.0, "a"), (12.0, "b"), (30.0, "a")]
+    kills = [(10.0, "a"), (12.0, "b"), (30.0, "a"), (60.0, "a")]  # The last comes too late.
     rigid = late_loss.Parallel("rigid", 0.0, step=0.25, back=5.0, checkpoint=0.0)
     assert rigid.goodput(kills, 50.0) == pytest.approx(40 / 50)  # Of two kills; one strikes a dead.
     again = late_loss.Parallel("elastic", 10.0, step=0.25, back=5.0)
