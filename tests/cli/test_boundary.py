@@ -56,6 +56,27 @@ def test_an_interrupt_ends_with_130(failing):
     assert exit_code("validate", "run.yaml") == 130
 
 
+INTERRUPTED = """
+import atexit, signal, sys, types
+from diloco_cli.cli import app
+def interrupted(): raise KeyboardInterrupt
+app.app.command("interrupted")(interrupted)
+atexit.register(print, "Python takes itself apart")
+if sys.argv.pop(1) == "compiling":
+    sys.modules["jaxlib"] = types.ModuleType("jaxlib")
+app.main()
+"""
+
+
+@pytest.mark.parametrize("doing, ending", [("compiling", ""), ("waiting", "takes itself apart")])
+def test_who_compiles_while_interrupted_ends_at_once(doing, ending):
+    """XLA's threads abort the process where Python ends in its usual way."""
+    command = [sys.executable, "-c", INTERRUPTED, doing, "interrupted"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 130 and done.stderr == ""
+    assert done.stdout.strip().endswith(ending) and bool(done.stdout) == bool(ending)
+
+
 def test_a_fault_of_our_own_is_a_line_and_the_traceback_a_file(failing, capsys):
     failing(ZeroDivisionError("by nought"))
     assert exit_code("validate", "run.yaml") == 1

@@ -61,6 +61,7 @@ class Counter:
         self.merged: list[dict[str, str]] = [{} for _ in range(fragments)]
         self.run, self.was, self.high = RUN, (), 5
         self.away = False
+        self.state = "training"
         self.fenced = False
         self.pruned = False
         self.lies = False
@@ -177,7 +178,7 @@ class Connection:
             run=self.counter.run,
             was=self.counter.was,
             name="tiny",
-            state="training",
+            state=self.counter.state,
             spec_digest=SPEC,
             layout_digest=LAYOUT,
             wire=2,

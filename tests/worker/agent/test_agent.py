@@ -169,6 +169,14 @@ def test_a_finished_run_is_left_when_the_trainer_has_ended_by_itself(agent, coun
     assert running.ended() == 0 and running.agent.supervisor.restarts == 0
 
 
+def test_a_worker_that_comes_when_the_run_is_finished_is_told_so(agent, counter, log_lines):
+    counter.state = "finished"
+    running = agent()
+    assert running.ended() == 0 and running.agent.supervisor.trainer is None
+    assert log_lines[-1] == "the run is finished: there is nothing left to train"
+    assert "join" not in counter.asked
+
+
 def test_a_fenced_agent_stops_its_trainer_and_joins_again(agent, counter):
     epochs = iter([1, 2])
     counter.join = lambda owner, boot: next(epochs)
