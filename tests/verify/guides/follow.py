@@ -82,7 +82,9 @@ class Story:
             for each in self.running:
                 each.process.poll()
             regions = self.status(host, place).get("regions", [])
-            good = {region["name"] for region in regions if region.get("contributing")}
+            # While no server answers, the document is the last known state, which has names only.
+            known = [region for region in regions if isinstance(region, dict)]
+            good = {region["name"] for region in known if region.get("contributing")}
             return set(names) <= good
 
         began = time.monotonic()
