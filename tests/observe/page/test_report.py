@@ -112,6 +112,21 @@ def test_a_run_without_summary_or_curves_has_a_report_too(tmp_path):
     assert "no summary was written yet" in (tmp_path / "r.html").read_text()
 
 
+def test_two_hundred_regions_with_strange_names_and_a_clock_that_jumped(tmp_path):
+    folder, out = a_run(tmp_path / "run", "🦀 <i>run</i> מחוז", seconds=3), tmp_path / "r.html"
+    strange = ["x" * 64, "מחוז", "🦀" * 5, "<b>&'", *(f"region-{n}" for n in range(196))]
+    regions = [{"name": name, "alive": True, "loss": 3.0, "share": 0.005} for name in strange]
+    history, status = History(1), make_status(name="🦀 <i>run</i> מחוז", regions=regions)
+    for second in (0.0, 1.0, 5.0, 4e9, float("inf"), -3.0):
+        history.sample(second, status)
+    (folder / "history.npz").write_bytes(history.dump())
+    (folder / "summary.json").write_text(json.dumps(summary_of(status)))
+    assert invoked("report", folder, "--out", out).exit_code == 0
+    text = out.read_text()
+    assert "<i>run" not in text and "<b>&'" not in text and "x" * 64 in text
+    assert len(text) < 500_000
+
+
 def test_runs_are_laid_over_one_axis(tmp_path):
     runs = [a_run(tmp_path / name, name, seconds=20) for name in ("one", "two")]
     out = tmp_path / "compare.html"
