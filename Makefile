@@ -70,8 +70,8 @@ powercut: .venv/.stamp-test      ## 200 power cuts of a server's disk; needs roo
 restores: .venv/.stamp-test      ## 50 copies of a server under load brought back, its regions ahead of most; goes on where it stopped
 	nice -n 10 $(BIN)/python -m tests.verify.durability.restores --restores 50 --results build/restores.jsonl
 
-realign-kills: .venv/.stamp-test ## 20 servers lost or set back, a SIGKILL at every step of going on; goes on where it stopped
-	nice -n 10 $(BIN)/python -m tests.verify.rebuild.kills --losses 20 --results build/realign-kills.jsonl
+realign-kills: .venv/.stamp-test ## 16 servers lost or set back, a SIGKILL at every step of going on; goes on where it stopped
+	nice -n 10 $(BIN)/python -m tests.verify.rebuild.kills --results build/realign-kills.jsonl
 
 guides: .venv/.stamp-test        ## every command of the guides for several hosts, on hosts in network namespaces; needs root
 	$(BIN)/python -m tests.verify.guides.follow

@@ -63,7 +63,7 @@ def backup(
     keys of `server.certs`: keep it as safe as those.
     """
     from diloco_cli.errors import DilocoError, SpecError
-    from diloco_cli.run.copies import back_up
+    from diloco_cli.run.copies import Interrupted, back_up
     from diloco_cli.spec.durations import HINT, seconds_of
     from diloco_cli.system.wakeup import Signals
 
@@ -73,7 +73,10 @@ def backup(
     with Signals() as signals:
         while True:
             try:
-                typer.echo(back_up(run, to, keep=keep))
+                typer.echo(back_up(run, to, keep=keep, stopped=lambda: signals.count > 0))
+            except Interrupted:
+                if pause is None:
+                    raise typer.Exit(signals.exit_code) from None
             except DilocoError as error:
                 if pause is None:
                     raise

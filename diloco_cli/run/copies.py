@@ -16,21 +16,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.run.folder import RESOLVED, cannot_write, spec_base
+from diloco_cli.server.store.run_identity import all_runs_before, run_of
 from diloco_cli.spec.load import load_spec
 from diloco_cli.system.files import keep_bytes, sync_file, sync_folder
+from diloco_cli.system.locks import Busy, FileLock
 
 LEFT_OUT = ("lock", "address.json", "cache", "parts")
 """What belongs to the process that runs there, or travels again; not to the run."""
 NEWEST, CERTS, CURRENT, JOURNAL = "newest", "certs", "spec.current.yaml", "journal"
+LOCK = "lock"
 TRIES = 5
 
 
-def back_up(run: Path, to: Path, *, keep: int = 3) -> Path:
+def back_up(
+    run: Path, to: Path, *, keep: int = 3, stopped: Callable[[], bool] = lambda: False
+) -> Path:
     """Makes a whole copy of a run's server below `to`, and says where; older ones go.
 
-    A command that is killed on the way leaves the copies before as they were.
+    A command that is killed on the way leaves the copies before as they were. `stopped` is asked
+    between two files, and raises Interrupted if so.
     """
     if not (run / "server" / JOURNAL).exists():
         raise SpecError(
@@ -41,29 +47,71 @@ def back_up(run: Path, to: Path, *, keep: int = 3) -> Path:
         raise SpecError(f"{to} is inside {run}.", hint="Back up to another disk.")
     try:
         to.mkdir(parents=True, exist_ok=True)
-        last = to / NEWEST
-        before = last.resolve() if last.exists() else None
-        draft = to / ".copy.draft"
+        with FileLock(to / LOCK, mode=0o600).held():
+            return _back_up(run, to, keep, stopped)
+    except Busy as busy:
+        raise SpecError(
+            f"Process {busy.pid} is making a copy in {to} just now.",
+            hint="Stop that one, or give this one another folder with --to.",
+        ) from None
+    except OSError as error:
+        raise StoreError(
+            f"{error.filename or to} cannot be written: {error.strerror}.",
+            hint="Free some space or fix the permissions, or choose another folder with --to. "
+            "The copies that were made before are as they were.",
+        ) from None
+
+
+class Interrupted(Exception):
+    """Somebody asked for the end while a copy was made; nothing of it is left."""
+
+
+def _back_up(run: Path, to: Path, keep: int, stopped: Callable[[], bool]) -> Path:
+    last = to / NEWEST
+    before = last.resolve() if last.exists() else None
+    if before:
+        _refuse_other_run(run / "server", before, to)
+    draft = to / ".copy.draft"
+    try:
         for left in range(TRIES - 1, -1, -1):
             shutil.rmtree(draft, ignore_errors=True)
             try:
-                _copy_run(run, draft, before)
+                _copy_run(run, draft, before, stopped)
                 break
             except FileNotFoundError:
                 if not left:
                     raise
         copy = _name(to)
         os.rename(draft, copy)
-        link = to / ".newest.draft"
-        link.unlink(missing_ok=True)
-        link.symlink_to(copy.name)
-        os.replace(link, last)
-        sync_folder(to)
-        for old in sorted(path for path in to.iterdir() if _is_copy(path))[:-keep]:
-            shutil.rmtree(old)
-    except OSError as error:
-        raise cannot_write(Path(error.filename or to), error) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # It would keep a full disk full.
+    link = to / ".newest.draft"
+    link.unlink(missing_ok=True)
+    link.symlink_to(copy.name)
+    os.replace(link, last)
+    sync_folder(to)
+    for old in sorted(path for path in to.iterdir() if _is_copy(path))[:-keep]:
+        shutil.rmtree(old)
     return copy
+
+
+def _refuse_other_run(server: Path, copy: Path, to: Path) -> None:
+    """Raises if `to` holds copies of a run that this one does not continue: they would go."""
+    there, here = run_of(copy / "server"), run_of(server)
+    if there in (None, here) or there in all_runs_before(server):
+        return
+    raise SpecError(
+        f"{to} holds copies of another run, {there} ({_name_of(copy)}), which run {here} "
+        f"({_name_of(server.parent)}) does not continue.",
+        hint="Give each run a folder of its own with --to; copies of the other would be removed.",
+    )
+
+
+def _name_of(folder: Path) -> str:
+    try:
+        return load_spec(folder / RESOLVED).spec.name
+    except (DilocoError, OSError):
+        return "whose spec is not to be read"
 
 
 def _name(to: Path) -> Path:
@@ -78,9 +126,9 @@ def _is_copy(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and path.name[:1].isdigit()
 
 
-def _copy_run(run: Path, draft: Path, before: Path | None) -> None:
+def _copy_run(run: Path, draft: Path, before: Path | None, stopped: Callable[[], bool]) -> None:
     draft.mkdir(mode=0o700)
-    _copied(run / "server", draft / "server", before and before / "server")
+    _copied(run / "server", draft / "server", before and before / "server", stopped)
     for name in (RESOLVED, CURRENT):
         if (run / name).exists():
             shutil.copy2(run / name, draft / name)
@@ -136,10 +184,17 @@ def bring_back_certs(copy: Path) -> Path | None:
     return Path(certs)
 
 
-def _copied(source: Path, draft: Path, before: Path | None) -> None:
+def _copied(
+    source: Path,
+    draft: Path,
+    before: Path | None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> None:
     """Copies a server's folder, its journal first; what `before` has already is linked."""
 
     def copy_file(old: str, new: str) -> str:
+        if stopped():
+            raise Interrupted
         known = before / Path(new).relative_to(draft) if before else None
         if known and known.name != JOURNAL and _same(Path(old), known):
             os.link(known, new)

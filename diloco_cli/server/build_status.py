@@ -43,6 +43,8 @@ MOST_RETIRED_SHOWN = 64
 """Retired regions that a status document shows, the last ones."""
 TRAINING = "training"
 """What a trainer says that nothing holds up."""
+SILENT = "its worker, its host or its line is down"
+"""What the server can tell of a region that it does not hear."""
 MOST_AMENDMENTS = 64
 """That a status document shows, the newest; `GET /v1/amendments` lists all."""
 
@@ -401,7 +403,7 @@ def _region_why(coordinator: Coordinator, name: str, lease: Lease | None) -> str
         return heartbeat.why
     if now >= lease.until:
         silent = f"silent for {now - lease.seen:.0f} s"
-        return f"{silent}: {credential}" if credential else silent
+        return f"{silent}: {credential or SILENT}"
     if heartbeat is None:
         return "joined, no report yet"
     if (conduct := state.ledger.conduct.get(name)) and conduct.quarantined:

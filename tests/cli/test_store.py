@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import yaml
 from diloco_cli.assemble import build_terms, load_run, resolve, settings_of, spelled_out
 from diloco_cli.run.copies import back_up, bring_back_certs
 from diloco_cli.server.recovery.rebuild import read_copy
+from diloco_cli.system.locks import FileLock
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.worker.mailbox import FolderOwner, Image, Mailbox
 from tests.cli.harness import diloco, trained
@@ -179,6 +182,68 @@ def test_a_backup_says_what_it_cannot_do(capsys, folder, tmp_path):
     blocked.write_text("")
     code, _, said = diloco(capsys, "backup", folder, "--to", blocked / "x")
     assert code != 0 and "hint:" in said and "Traceback" not in said
+
+
+def test_copies_of_another_run_are_not_removed(capsys, folder, tmp_path):
+    (tmp_path / "other").mkdir()
+    other, to = trained(tmp_path / "other", [0]), tmp_path / "copies"
+    kept = Path(diloco(capsys, "backup", other, "--to", to)[1].strip())
+    code, _, said = diloco(capsys, "backup", folder, "--to", to, "--keep", 1)
+    assert code == 2 and "holds copies of another run" in said and "hint:" in said
+    assert [path for path in to.iterdir() if path.is_dir() and not path.is_symlink()] == [kept]
+    # A run that was rebuilt continues the one before, whose copies may go.
+    assert diloco(capsys, "restore", other, "--dir", other, "--set-back")[0] == 0
+    assert diloco(capsys, "backup", other, "--to", to, "--keep", 1)[0] == 0 and not kept.exists()
+
+
+def test_a_full_disk_costs_a_backup_nothing_that_was_there(capsys, folder, tmp_path):
+    to = tmp_path / "copies"
+    whole = Path(diloco(capsys, "backup", folder, "--to", to)[1].strip())
+    with open(folder / "server" / "journal", "ab") as journal:
+        journal.write(bytes(100_000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # As a disk with so much room.
+    try:
+        code, _, said = diloco(capsys, "backup", folder, "--to", to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 5 and "cannot be written: File too large" in said and "--to" in said
+    assert (to / "newest").resolve() == whole and not (to / ".copy.draft").exists()
+
+
+def test_one_backup_at_a_time_and_one_that_was_killed_is_no_hindrance(capsys, folder, tmp_path):
+    to = tmp_path / "copies"
+    (to / ".copy.draft" / "server").mkdir(parents=True)  # What a SIGKILL leaves.
+    with FileLock(to / "lock").held():
+        code, _, said = diloco(capsys, "backup", folder, "--to", to)
+    assert code == 2 and f"Process {os.getpid()} is making a copy" in said
+    code, out, said = diloco(capsys, "backup", folder, "--to", to)
+    assert code == 0, said
+    assert not (to / ".copy.draft").exists() and diloco(capsys, "replay", out.strip())[0] == 0
+
+
+def test_a_backup_that_is_asked_to_end_leaves_nothing_half_done(capsys, folder, tmp_path):
+    to, copied = tmp_path / "copies", shutil.copy2
+
+    def copy2(old, new, **more):
+        signal.raise_signal(signal.SIGINT)
+        return copied(old, new, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "copy2", copy2)
+        for words, code in (((), 130), (("--every", "1h"), 0)):
+            assert diloco(capsys, "backup", folder, "--to", to, *words)[:2] == (code, "")
+    assert [path.name for path in to.iterdir()] == ["lock"]
+
+
+def test_a_server_is_not_rebuilt_beside_the_spec_of_another_run(capsys, folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    spec = yaml.safe_load((folder / "spec.resolved.yaml").read_text())
+    spec["sync"]["every"] += 1
+    (other / "spec.resolved.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    code, _, said = diloco(capsys, "restore", folder, "--dir", other, "--set-back")
+    assert code == 2 and "is the spec of another run" in said and not (other / "server").exists()
 
 
 def test_pulled_weights_are_a_file_like_any_other_and_a_lost_journal_is_named(tmp_path, capsys):

@@ -1,6 +1,6 @@
 """A linear model trained with numpy, by a loop of its own; its command line says what goes wrong.
 
-python -m tests.region.linear_loop [once=FOLDER] [exit|hang|rubbish|shape|narrow]
+python -m tests.region.linear_loop [once=FOLDER] [exit|hang|rubbish|shape|narrow|wild]
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ def main(*words: str) -> None:
                 time.sleep(600)
             if fault == "rubbish" and at == 8:
                 arrays["w"][2, 1] = np.nan
+            if fault == "wild":
+                arrays["w"] += 1e4
             outer.stepped(tokens=BATCH, loss=loss, cursor={"at": at})
             time.sleep(float(options.get("sleep", 0.002)))
 

@@ -188,12 +188,25 @@ def plan_rebuild(
         )
     loaded = spelled_out(load_run(at).spec)
     settings = settings_of(loaded, resolve(loaded))
+    _refuse_other_spec(folder, settings)
     copied = read_copy(settings, copy / "server", build_terms) if copy else None
     run = _run_of(regions, copied, settings)
     chosen = tuple(
         _choose(number, regions, copied, run, size) for number, size in enumerate(settings.sizes)
     )
     return Rebuild(settings, at, run, tuple(regions), copied, chosen)
+
+
+def _refuse_other_spec(folder: Path, settings: ServerSettings) -> None:
+    """Raises if a spec is there that a server of this run could not be started with."""
+    there = folder / RESOLVED
+    if not there.exists():
+        return
+    loaded = spelled_out(load_run(there).spec)
+    if settings_of(loaded, resolve(loaded)).spec_digest != settings.spec_digest:
+        raise SpecError(
+            f"{there} is the spec of another run, {loaded.name}.", hint="Choose another --dir."
+        )
 
 
 def _run_of(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from diloco_cli.core.journal_records import Entry
 from diloco_cli.errors import SpecError, StoreDamaged, StoreError
-from diloco_cli.server.store.journal import FileJournal
+from diloco_cli.server.store.journal import FileJournal, read_journal
 from diloco_cli.system.files import disk_errors, keep_bytes
 from diloco_cli.system.locks import Busy, FileLock
 
@@ -86,6 +86,22 @@ def runs_before(folder: Path) -> tuple[str, ...]:
         return ()
     except (OSError, ValueError, TypeError) as error:
         raise StoreDamaged(f"{folder / WAS} cannot be read: {error}.") from error
+
+
+def run_of(folder: Path) -> str | None:
+    """The run whose server has this folder, or had; None if it does not say."""
+    try:
+        return str(json.loads((folder / "run.json").read_bytes())["run"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def all_runs_before(folder: Path) -> tuple[str, ...]:
+    """As `runs_before`, and those that the run was rebuilt from; nothing is changed."""
+    records = read_journal(folder / "journal").records
+    first = records[0] if records else {}
+    rebuilt = first.get("was") or first.get("ledger", {}).get("continues") or ()
+    return (*runs_before(folder), *map(str, rebuilt))
 
 
 def check_run(folder: Path, run: str, layout: str, spec: str) -> None:

@@ -12,7 +12,8 @@ are started again. Every time
     every token has its fate once the run goes on
     rounds go on with both regions
 
-FILE has one line for each restore that went well, and a second call does what is left.
+FILE has one line for each restore that went well, and a second call does what is left. The first
+three of ten have our own trainers; the rest numpy programs, which start in no time.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from diloco_cli import Region
 from diloco_cli.launch.subprocesses import LocalProcess
+from diloco_cli.region import NumpyWeights
 from diloco_cli.worker.agent.trainer_process import end_trainer
 from diloco_cli.worker.mailbox import Mailbox
 from tests.live.processes import Live
+from tests.region.linear_loop import first
 
 REGIONS = ("paris", "tokyo")
 SPARING = {"step_seconds": 0.03}
@@ -54,11 +58,12 @@ class Restored:
     """By which option, where regions were ahead of the copy; empty if they went on themselves."""
     seconds: float
     """From the SIGKILL until rounds went on with both regions."""
+    trainers: str
 
 
 class Loop:
-    def __init__(self, run: Live, copies: Path, rng: random.Random) -> None:
-        self.run, self.copies, self.rng = run, copies, rng
+    def __init__(self, run: Live, copies: Path, rng: random.Random, trainers: str) -> None:
+        self.run, self.copies, self.rng, self.trainers = run, copies, rng, trainers
         self.server = run.serve()
         self.workers = {name: run.work(name) for name in REGIONS}
         self.grow(2)
@@ -95,7 +100,7 @@ class Loop:
         self.grow(2)
         seconds = time.monotonic() - began
         run.wait_for(lambda: not any(it.unbalanced for it in run.status().regions), self.server)
-        return Restored(age, healed, round(seconds, 1))
+        return Restored(age, healed, round(seconds, 1), self.trainers)
 
     def _heal(self, copy: Path, url: str) -> str:
         """Runs one of the commands that the regions named when they gave up."""
@@ -201,13 +206,28 @@ def _run_of(copy: Path) -> str:
         return ""
 
 
+def _with_jax(folder: Path) -> Live:
+    regions = [{"name": name, "pace": 5000} for name in REGIONS]
+    return Live(folder / "run", regions, chaos=SPARING)
+
+
+def _with_numpy(folder: Path) -> Live:
+    file = Region.describe(NumpyWeights(first()), folder / "init.safetensors")
+    command = [sys.executable, "-m", "tests.region.linear_loop", "sleep=0.01"]
+    regions = [{"name": name, "pace": 2000, "trainer": {"command": command}} for name in REGIONS]
+    model, sync = {"kind": "tensors", "file": str(file)}, {"fragments": 2, "every": 32}
+    return Live(folder / "run", regions, model=model, sync=sync)
+
+
+RUNS = {"jax": _with_jax, "numpy": _with_numpy}
+
+
 def restore_again_and_again(
-    folder: Path, restores: int, seed: int, *, done: Callable[[Restored], None]
+    folder: Path, restores: int, seed: int, trainers: str, *, done: Callable[[Restored], None]
 ) -> None:
-    run = Live(folder / "run", [{"name": name, "pace": 5000} for name in REGIONS], chaos=SPARING)
-    loop = None
+    run, loop = RUNS[trainers](folder), None
     try:
-        loop = Loop(run, folder / "copies", random.Random(seed))
+        loop = Loop(run, folder / "copies", random.Random(seed), trainers)
         for _ in range(restores):
             done(loop.restore())
         loop.end()
@@ -236,11 +256,11 @@ def main() -> None:
         results.write_text("\n".join(lines) + "\n")
         print(f"{len(lines)}: {restored}", flush=True)
 
-    left = chosen.restores - len(lines)
-    if left > 0:
-        with tempfile.TemporaryDirectory() as folder:
-            seed = chosen.seed * 10_000 + len(lines)
-            restore_again_and_again(Path(folder), left, seed, done=done)
+    for trainers, last in (("jax", chosen.restores * 3 // 10), ("numpy", chosen.restores)):
+        if (left := last - len(lines)) > 0:
+            with tempfile.TemporaryDirectory() as folder:
+                seed = chosen.seed * 10_000 + len(lines)
+                restore_again_and_again(Path(folder), left, seed, trainers, done=done)
     print(Counter(json.loads(line)["healed"] or "by themselves" for line in lines))
 
 

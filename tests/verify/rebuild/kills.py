@@ -12,6 +12,7 @@ from the folders of its regions, or set back to an older copy. On the way die
 and are started again. Then frames of the lost run are sent once more, as of it and as of the new
 one: none may be taken. At the end a replay is equal, every token has one fate, and as many were
 trained in each region as it made inner steps: what was merged, lost and held adds up to that.
+First with our own trainers, then with numpy programs, which start in no time.
 """
 
 from __future__ import annotations
@@ -43,11 +44,9 @@ from diloco_cli.worker.agent.trainer_process import end_trainer
 from diloco_cli.worker.mailbox import Mailbox
 from diloco_cli.worker.trainer import checkpoint
 from tests.live.processes import Live
+from tests.verify.durability.restores import REGIONS, RUNS
 
-REGIONS = ("paris", "tokyo")
-SPARING = {"step_seconds": 0.03}
-"""Regions that leave the machine to what is tried: starts, copies and recoveries."""
-STEP_TOKENS = 32
+STEP_TOKENS = {"jax": 32, "numpy": 16}
 WAYS = ("--from-regions", "--set-back")
 COMMAND = ("version.written", "version.flushed", "version.renamed", "journal.flushed")
 SERVER = (
@@ -97,18 +96,20 @@ class Realigned:
     seconds: float
 
 
-def plans(count: int) -> list[Plan]:
-    """Every step of realigning both ways, the other places in turn."""
-    region = [(point, way) for point in (*AGENT, *TRAINER) for way in WAYS]
+def plans() -> list[tuple[str, Plan]]:
+    """Every step of realigning both ways, the other places in turn; with which trainers."""
+    # Programs that are not ours take no failpoint.
+    steps = [("jax", AGENT + TRAINER), ("numpy", AGENT)]
+    cases = [(who, point, way) for who, points in steps for point in points for way in WAYS]
     return [
-        Plan(way, COMMAND[n % len(COMMAND)], SERVER[n % len(SERVER)], point)
-        for n, (point, way) in enumerate((region * (count // len(region) + 1))[:count])
+        (who, Plan(way, COMMAND[n % len(COMMAND)], SERVER[(n + n // 10) % len(SERVER)], point))
+        for n, (who, point, way) in enumerate(cases)
     ]
 
 
 class Kills:
-    def __init__(self, run: Live, copies: Path, rng: random.Random) -> None:
-        self.run, self.copies, self.rng = run, copies, rng
+    def __init__(self, run: Live, copies: Path, rng: random.Random, trainers: str) -> None:
+        self.run, self.copies, self.rng, self.trainers = run, copies, rng, trainers
         self.server = run.serve()
         self.workers = {name: run.work(name) for name in REGIONS}
         self.given_up = {name: [0.0, 0.0] for name in REGIONS}
@@ -175,7 +176,7 @@ class Kills:
             totals = book["totals"]
             assert totals["discarded"] == book["lost"] and not totals["refused"], (name, book)
             known = self.slots[fragment]["applied"].get(name, 0.0) + self.given_up[name][fragment]
-            made = saved.clock * STEP_TOKENS
+            made = saved.clock * STEP_TOKENS[self.trainers]
             assert known + totals["trained"] == made, (name, fragment, known, totals, made)
 
     def _restore(self, plan: Plan, copy: Path | None) -> None:
@@ -275,7 +276,6 @@ class Kills:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--losses", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, required=True)
     chosen = parser.parse_args()
@@ -283,23 +283,26 @@ def main() -> None:
     results.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Whatever was started is ended.
     lines = results.read_text().splitlines() if results.exists() else []
-    with tempfile.TemporaryDirectory() as folder:
-        run = Live(
-            Path(folder) / "run", [{"name": name, "pace": 5000} for name in REGIONS], chaos=SPARING
-        )
-        try:
-            kills = Kills(run, Path(folder) / "copies", random.Random(chosen.seed + len(lines)))
-            for plan in plans(chosen.losses)[len(lines) :]:
-                realigned = kills.lose(plan)
-                print(f"{len(lines) + 1}: {realigned}", flush=True)
-                lines.append(json.dumps(asdict(realigned)))
-                results.write_text("\n".join(lines) + "\n")
-            kills.end()
-            print("every token has one fate, replay equal")
-        finally:
-            run.launcher.stop(run.started, grace=0.0)
-            for name in REGIONS:  # A trainer may outlive its agent.
-                end_trainer(Mailbox(run.folder / "regions" / name))
+    for trainers in RUNS:
+        left = [plan for who, plan in plans()[len(lines) :] if who == trainers]
+        if not left:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            run = RUNS[trainers](Path(folder))
+            rng = random.Random(chosen.seed + len(lines))
+            try:
+                kills = Kills(run, Path(folder) / "copies", rng, trainers)
+                for plan in left:
+                    realigned = kills.lose(plan)
+                    lines.append(json.dumps(asdict(realigned)))
+                    print(f"{len(lines)}: {realigned}", flush=True)
+                    results.write_text("\n".join(lines) + "\n")
+                kills.end()
+                print("every token has one fate, replay equal", flush=True)
+            finally:
+                run.launcher.stop(run.started, grace=0.0)
+                for name in REGIONS:  # A trainer may outlive its agent.
+                    end_trainer(Mailbox(run.folder / "regions" / name))
 
 
 if __name__ == "__main__":
