@@ -6,6 +6,7 @@ folders and the network are made up here. Start with world.py.
 
     explore.py  many seeds, by hand: python -m tests.verify.rebuild.explore --seeds 3000
     kills.py    real processes, killed at every step: python -m tests.verify.rebuild.kills
+    loss.py     what it costs the model: the same run undisturbed and rebuilt
     region.py   one region: its durable files, and a trainer that dies between any two of them
     rules.py    rules that can be switched off, to see that the model notices
     server.py   one run's server, rebuilt from what folders and a copy hold

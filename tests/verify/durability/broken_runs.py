@@ -1,6 +1,6 @@
 """Twelve broken runs, as whoever looks at them sees them.
 
-    python -m tests.verify.broken.runs [NAME…] --out build/broken
+    python -m tests.verify.durability.broken_runs [NAME…] --out build/broken
 
 Each is broken for real: processes, disks, certificates. Then `diloco status` is asked again and
 again until it, or the end of a log, has the words that name the cause. OUT/NAME.txt has what it
@@ -272,7 +272,7 @@ def set_back(broken: BrokenRun) -> None:
     run.serve()
     for worker in (paris, tokyo):
         assert run.exit_code(worker, seconds=broken.patience) == 5
-    broken.until_said("restored from an older copy", log="paris")
+    broken.until_said("set back", log="paris")
 
 
 def finished(broken: BrokenRun) -> None:

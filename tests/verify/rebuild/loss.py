@@ -1,6 +1,6 @@
 """What does the loss of a server's disk cost the model? The same run, undisturbed and rebuilt.
 
-    python -m tests.verify.results.lost_server --out build/lost-server.jsonl
+    python -m tests.verify.rebuild.loss --out build/lost-server.jsonl
 
 Two regions, each with a folder of its own as on two hosts, train a small model to a budget. In
 every second run the server is killed at two fifths of it and its disk destroyed; the run is
