@@ -17,9 +17,6 @@ from diloco_cli.run.model.find import TrainedModel
 NEWLINE = 10
 """What a model of bytes, whose documents have no end, reads before a text's first byte."""
 
-BATCH = 16
-"""Texts that are scored together; one by one, most of a small model's time is overhead."""
-
 Scores = dict[str, dict[str, float]]
 """Of each task, what each of its metrics is."""
 
@@ -59,7 +56,7 @@ def run_tasks(trained: TrainedModel, tasks: Sequence[str], include: Path | None 
 def _evaluated(about: dict[str, Any], tasks: list[str], known: Any) -> dict[str, dict[str, Any]]:
     evaluate = import_module("lm_eval").simple_evaluate
     device = "cuda" if import_module("torch").cuda.is_available() else "cpu"
-    options = {"device": device, "task_manager": known, "log_samples": False, "batch_size": BATCH}
+    options = {"device": device, "task_manager": known, "log_samples": False}
     try:
         found = evaluate(model="hf", model_args=about, tasks=tasks, **options)
     except DilocoError:
