@@ -96,7 +96,7 @@ STAGES = (
     Stage(LARGE, [DP, Arm(8), Arm(4), Arm(2)], (61, 62, 63), rates=scaled(SWEPT, LARGE)),
     Stage(MILLION, [DP, Arm(8), Arm(4), Arm(2)], (61,), rates=scaled(SWEPT, MILLION)),
     Stage(MIDDLE, [Arm(0, "muon")], (61, 62, 63)),
-    Stage(MIDDLE, [Arm(8, down="int4")], (61, 62, 63)),
+    Stage(MIDDLE, [Arm(8, down="int4")], (61, 62, 63), rates=SWEPT),
 )
 GUESSES = {"25k": 1.2e-2, "123k": 6e-3}
 
