@@ -70,12 +70,13 @@ def adam(
     for i in range(merged.size):
         delta = np.float32(np.float64(merged[i]) * factor)
         m, v = moments[2 * i], moments[2 * i + 1]
+        squares = np.float32(np.float32(keep_v * v) + np.float32(add_v * np.float32(delta * delta)))
         along = delta
         if not drain:
             m = np.float32(np.float32(keep_m * m) + np.float32(add_m * delta))
-            v = np.float32(np.float32(keep_v * v) + np.float32(add_v * np.float32(delta * delta)))
+            v = squares
             along = np.float32(m_factor * m)
-        root = np.float32(np.sqrt(np.float32(v_factor * v)) + epsilon)
+        root = np.float32(np.sqrt(np.float32(v_factor * squares)) + epsilon)
         weight = np.float32(theta[i] - np.float32(lr * np.float32(along / root)))
         kept[2 * i], kept[2 * i + 1] = m, v
         new_theta[i] = weight

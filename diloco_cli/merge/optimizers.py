@@ -115,7 +115,8 @@ class Adam:
 
     Every weight moves by about `lr` in a round, however long the pseudo-gradients are. Costs 4
     bytes per parameter more than `nesterov` on the server. A drain round is a step along Δ ÷ (√v̂ +
-    ε), and leaves m and v as they are. Few members move the weights in proportion.
+    ε), its own squares counted, and leaves m and v as they are. Few members move the weights in
+    proportion.
     """
 
     lr: LearningRate = 0.02
@@ -176,11 +177,11 @@ class AdamStep:
             delta, both = merged[span], momentum[2 * span.start : 2 * span.stop].reshape(-1, 2)
             m = self.beta1 * both[:, 0] + (1 - self.beta1) * delta
             v = self.beta2 * both[:, 1] + (1 - self.beta2) * (delta * delta)
-            if drain:
-                m, v = both[:, 0], both[:, 1]
             along = delta if drain else self.m_factor * m
             change = along / (np.sqrt(self.v_factor * v) + np.float32(self.epsilon))
             weights[span] = theta[span] - self.lr * change
+            if drain:
+                m, v = both[:, 0], both[:, 1]
             kept[2 * span.start : 2 * span.stop : 2] = m
             kept[2 * span.start + 1 : 2 * span.stop : 2] = v
         return weights, kept

@@ -38,6 +38,7 @@ from diloco_cli.net.refusal import (
 )
 from diloco_cli.net.transfer.bodies import Transfer
 from diloco_cli.observe.status import Status
+from diloco_cli.system.files import sync_file, sync_folder
 from diloco_cli.wire import messages
 from diloco_cli.wire.frame import Frame, most_bytes, open_frame, read_chain
 from diloco_cli.wire.messages import (
@@ -242,19 +243,23 @@ class Client:
         """
         size = 4 * sum((self._run or self.run()).fragments)
         draft = out.with_name(out.name + ".draft")
-        headers = self.headers()
+        headers, begin = self.headers(), 0
 
         def receive(response: httpx.Response) -> dict[str, str]:
+            nonlocal begin
             resumed = response.status_code == 206
-            with draft.open("ab" if resumed else "wb") as file:
+            with draft.open("r+b" if resumed else "wb") as file:
+                file.truncate(file.seek(begin if resumed else 0))
                 try:
                     for piece in response.iter_raw():
                         file.write(piece)
                 finally:
                     # The next try resumes here; if the weights have changed by then, the server
-                    # sends them from the beginning.
+                    # sends them from the beginning. One byte again, since a try may break after
+                    # the last one, and no server sends a range without bytes.
+                    begin = max(0, file.tell() - 1)
                     if etag := response.headers.get("etag", ""):
-                        headers.update({"range": f"bytes={file.tell()}-", "if-range": etag})
+                        headers.update({"range": f"bytes={begin}-", "if-range": etag})
             try:
                 return _metadata(draft)
             except WireError:
@@ -269,7 +274,9 @@ class Client:
                 headers=headers,
                 seconds=self.down.seconds(size),
             )
+            sync_file(draft)
             draft.replace(out)
+            sync_folder(out.parent)
             return metadata
         except OSError as error:
             raise StoreError(

@@ -243,8 +243,9 @@ def checked_url(url: str) -> str:
         parsed = httpx.URL()
     port = parsed.port if parsed.port is not None else 1
     if parsed.scheme not in ("http", "https") or not parsed.host or not 0 < port < 1 << 16:
+        quoted = str(parsed.copy_with(userinfo=b"")) if parsed.userinfo else url
         raise SpecError(
-            f"{url!r} is not the URL of a server.",
+            f"{quoted!r} is not the URL of a server.",
             hint="It looks like http://127.0.0.1:8080.",
         )
     if parsed.userinfo:

@@ -20,9 +20,9 @@
     slow               chaos     how many times as long a step takes; there only while it does
     lock, trainer.lock           one agent and one trainer at a time
     trainer.json       trainer   who holds trainer.lock, for the next agent
-    *.bell                       FIFOs, see `trainer/parent_watch.py`
+    *.fifo                       FIFOs, see `trainer/parent_watch.py`
 
-Files are the truth. The pipes between the two processes only ring: what was missed is
+Files are the truth. The pipes between the two processes only wake: what was missed is
 still there. Every file is replaced by a rename, so a reader sees the old or the new
 content, never half of either.
 """
@@ -159,7 +159,7 @@ class Mailbox:
         self.spec_file = folder / "spec.yaml"
         self.trainer_file = folder / "trainer.json"
         self.ready_file = folder / "ready.json"
-        self.trainer_fifo, self.agent_fifo = folder / "trainer.bell", folder / "agent.bell"
+        self.trainer_fifo, self.agent_fifo = folder / "trainer.fifo", folder / "agent.fifo"
         self._held: int | None = None
         """Inode of the agent's lock, while we hold it."""
 

@@ -140,6 +140,8 @@ def test_adam_gives_what_optax_gives_by_the_number_of_the_version():
     step = optimizer_at(ours, OuterRound(9))
     drained, kept = step.step(theta, moments, deltas[-1], drain=True)
     assert kept.tobytes() == moments.tobytes() and np.abs(drained - theta).max() < 0.1
+    fresh, _ = step.step(theta, ours.start(SIZE), deltas[-1], drain=True)
+    assert np.abs(fresh - theta).max() < 0.1, "weights without squares so far go no further"
 
 
 @pytest.mark.parametrize("kind", [Nesterov, AgedNesterov, Sgd, Adam])

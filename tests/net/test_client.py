@@ -338,6 +338,18 @@ def test_weights_that_arrive_cut_are_fetched_again(client, puppet, tmp_path):
     assert out.read_bytes() == WEIGHTS
 
 
+@pytest.mark.parametrize("client", ["httpx"], indirect=True)  # The other may see the break first.
+@pytest.mark.parametrize("cut", [100, len(WEIGHTS)])
+def test_weights_go_on_where_the_line_broke_even_after_the_last_byte(client, puppet, tmp_path, cut):
+    out, etag = tmp_path / "model.safetensors", {"etag": '"4"'}
+    puppet.will("GET /v1/weights", 200, WEIGHTS, etag, cut=cut)
+    puppet.will("GET /v1/weights", 206, WEIGHTS[cut - 1 :], etag)
+    client.weights(out)
+    assert out.read_bytes() == WEIGHTS
+    asked = [each["headers"].get("range") for each in puppet.heard() if "weights" in each["key"]]
+    assert asked == [None, f"bytes={cut - 1}-"], "a range without bytes would be refused"
+
+
 def test_weights_that_never_arrive_leave_the_old_file_alone(client, puppet, tmp_path):
     out = tmp_path / "model.safetensors"
     out.write_bytes(b"old")

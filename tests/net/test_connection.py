@@ -342,6 +342,9 @@ def test_a_url_with_a_password_is_refused_and_does_not_say_it():
     with pytest.raises(SpecError, match="a name or a password in it") as refused:
         checked_url("http://me:secret@agg.example:8443")
     assert "secret" not in refused.value.message
+    with pytest.raises(SpecError, match="is not the URL") as refused:
+        checked_url("ftp://me:secret@agg.example:8443")
+    assert "secret" not in str(refused.value)
 
 
 def test_a_link_that_was_closed_says_so(link, puppet):

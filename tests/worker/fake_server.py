@@ -1,4 +1,4 @@
-"""A server across the counter: answers an agent from memory, as the real one would over a wire."""
+"""A server in this process: answers an agent from memory, as the real one would over a wire."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Whom does a trainer answer to, and for how long does it go on alone?
 
-Its first agent holds both ends of its pipes: standard input rings for mail, standard output
-rings back. When that agent dies, however it dies, the kernel closes the pipe. The trainer
-trains on, because all its mail is in files, and waits for another agent to take it over:
+Its first agent holds both ends of its pipes: standard input says that there is mail, standard
+output wakes the agent. When that agent dies, however it dies, the kernel closes the pipe. The
+trainer trains on, because all its mail is in files, and waits for another agent to take it over:
 
-    trainer.bell   FIFO   agent ─▶ trainer; held open by the agent for as long as it lives
-    agent.bell     FIFO   trainer ─▶ agent
+    trainer.fifo   FIFO   agent ─▶ trainer; held open by the agent for as long as it lives
+    agent.fifo     FIFO   trainer ─▶ agent
 
 A trainer that is not ours has no pipes: it is found through the FIFOs from the start.
 
@@ -35,13 +35,18 @@ class ParentWatch:
         self,
         wakeup: Wakeup,
         mailbox: Mailbox,
-        voice: int | None,
+        agent_output: int | None,
         *,
         alone: float = ALONE_SECONDS,
     ) -> None:
-        """`voice` is where our first agent listens; None if it has given us no pipes."""
-        self._piped = voice is not None
-        self._wakeup, self._mailbox, self._voice, self._alone = wakeup, mailbox, voice, alone
+        """`agent_output` is where our first agent listens; None if it has given us no pipes."""
+        self._piped = agent_output is not None
+        self._wakeup, self._mailbox, self._agent_output, self._alone = (
+            wakeup,
+            mailbox,
+            agent_output,
+            alone,
+        )
         self._ear: int | None = None
         self.orphaned = False
         """The agent that started us is gone."""
@@ -53,8 +58,8 @@ class ParentWatch:
         threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def tell(self, word: str) -> None:
-        if self._voice is not None:  # Otherwise it finds our mail when it finds us.
-            write_wakeup(self._voice, word)
+        if self._agent_output is not None:  # Otherwise it finds our mail when it finds us.
+            write_wakeup(self._agent_output, word)
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
@@ -62,7 +67,7 @@ class ParentWatch:
                 self._wakeup.wake()
         self.orphaned = True
         while self._ear is not None and self._is_found(self._ear):
-            self._voice = _speak(self._mailbox) or self._voice
+            self._agent_output = _speak(self._mailbox) or self._agent_output
             self._obey(self._ear)
         self._wakeup.stop("the agent is gone")
         if not self._piped:
@@ -82,7 +87,7 @@ class ParentWatch:
         return False
 
     def _obey(self, handle: int) -> None:
-        """Rings for everything an agent says, until it is gone."""
+        """Wakes the trainer for everything an agent says, until it is gone."""
         self._wakeup.wake()
         self.tell("posted progress")
         while True:

@@ -134,7 +134,7 @@ def test_it_says_when_training_begins_and_then_every_so_often(
     assert log_lines.index(f"training begins: {line}") < log_lines.index(line)
 
 
-def test_mail_rings_at_the_trainer(agent, counter, tmp_path):
+def test_mail_wakes_the_trainer(agent, counter, tmp_path):
     heard = tmp_path / "heard"
     agent(on_mail=f"open({str(heard)!r}, 'ab').write(data)")
     counter.wait_for(lambda: is_up(counter))

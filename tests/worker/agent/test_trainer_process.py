@@ -25,7 +25,7 @@ from tests.worker.trainer.harness import Stage, tiny_spec
 
 
 class Process:
-    """A trainer in a process of its own, which rings when it has something to say."""
+    """A trainer in a process of its own, which wakes us when it has something to say."""
 
     def __init__(self, stage: Stage, alone: float) -> None:
         spec_file = write_resolved(stage.spec, stage.folder)
@@ -38,7 +38,7 @@ class Process:
             bufsize=0,
         )
 
-    def ring(self) -> None:
+    def wake_up(self) -> None:
         assert self.child.stdin
         self.child.stdin.write(b"mail\n")
 
@@ -50,7 +50,7 @@ class Process:
         deadline = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < deadline and self.child.poll() is None
-            os.read(self.child.stdout.fileno(), 4096)  # It rings every few steps.
+            os.read(self.child.stdout.fileno(), 4096)  # It wakes us every few steps.
 
     def end(self) -> int:
         assert self.child.stdin
@@ -88,7 +88,7 @@ def test_a_trainer_killed_in_mid_run_goes_on_and_every_merged_token_counts_once(
     killed = start(stage)
     killed.wait_for(lambda: killed.progress().step >= 5)
     stage.tell({0: 0})
-    killed.ring()
+    killed.wake_up()
     killed.wait_for(lambda: stage.mailbox.frame(0) is not None)
     killed.child.send_signal(signal.SIGKILL)
     assert killed.end() == -signal.SIGKILL
@@ -179,7 +179,7 @@ def test_a_paced_trainer_answers_mail_and_leaves_between_two_steps(start, tmp_pa
     process = start(stage)
     process.wait_for(lambda: process.progress().step >= 1)
     stage.tell({0: 0})
-    process.ring()
+    process.wake_up()
     process.wait_for(lambda: stage.mailbox.frame(0) is not None)
     assert stage.frame(0).header.clock == 1
     process.child.send_signal(signal.SIGTERM)
