@@ -42,7 +42,7 @@ from diloco_cli.server.store import stores
 from diloco_cli.wire.frame import open_frame
 from diloco_cli.worker.agent.trainer_process import end_trainer
 from diloco_cli.worker.mailbox import Mailbox
-from diloco_cli.worker.trainer import checkpoint
+from diloco_cli.worker.trainer.checkpoints import checkpoint
 from tests.live.processes import Live
 from tests.verify.durability.restores import REGIONS, RUNS
 

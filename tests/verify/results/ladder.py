@@ -2,11 +2,11 @@
 
     nice -n 19 python -m tests.verify.results.ladder docs/results/raw/ladder.jsonl --until 15:00
 
-Every rung is a model at 20 tokens a parameter. First each way to train gets its own inner rate, on
-a seed that is not reported: from a guess by factors of two in both directions until the best lies
-between two that are worse, data parallel by the same rule as regions; or that of an earlier sweep
-where a stage says so. Then the other seeds. What
-is in the file is not run again; `--weights` keeps what was trained, for `downstream.py`.
+Every rung is a model at 20 tokens per parameter, or at 5 where its name says so. First each way to
+train gets its own inner rate, on a seed that is not reported: from a guess by factors of two in
+both directions until the best lies between two that are worse, data parallel by the same rule as
+regions; or that of an earlier sweep where a stage says so. Then the other seeds. What is in the
+file is not run again; `--weights` keeps what was trained, for `downstream.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -61,8 +61,13 @@ class Arm:
 SMALL = Rung("25k", 1, 32, 1, 8, 32)
 MIDDLE = Rung("123k", 2, 64, 2, 16, 64)
 LARGE = Rung("282k", 3, 80, 2, 32, 64)
-MILLION = Rung("1M", 5, 128, 4, 32, 128, tokens_a_parameter=5.0)
-"""At 20 tokens per parameter a cell would take 40 minutes of a core."""
+MILLION = Rung("1M at 5", 5, 128, 4, 32, 128, tokens_a_parameter=5.0)
+"""At 20 tokens per parameter a cell would take 25 to 50 minutes of a core."""
+SHORT = tuple(
+    replace(rung, name=f"{rung.name} at 5", tokens_a_parameter=5.0)
+    for rung in (SMALL, MIDDLE, LARGE)
+)
+"""The other sizes with as few tokens, so that a million has something to be compared with."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,10 @@ STAGES = (
     Stage(MIDDLE, [Arm(2)], (61, 62, 63), rates=SWEPT),
     Stage(MIDDLE, [Arm(8, "muon")], (61, 62, 63)),
     Stage(LARGE, [DP, Arm(8), Arm(4), Arm(2)], (61, 62, 63), rates=scaled(SWEPT, LARGE)),
+    *(
+        Stage(rung, [DP, Arm(8), Arm(4), Arm(2)], (61, 62, 63), rates=scaled(SWEPT, rung))
+        for rung in SHORT
+    ),
     Stage(MILLION, [DP, Arm(8), Arm(4), Arm(2)], (61,), rates=scaled(SWEPT, MILLION)),
     Stage(MIDDLE, [Arm(0, "muon")], (61, 62, 63)),
     Stage(MIDDLE, [Arm(8, down="int4")], (61, 62, 63), rates=SWEPT),
