@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,6 +32,7 @@ TargetArgument = Annotated[
 ]
 
 WATCH_SECONDS = 2.0
+KEYS = "q quit   r rounds   o open the page"
 
 
 def register(app: typer.Typer) -> None:
@@ -178,10 +180,12 @@ def _watch(run: Target, calls: ShortCalls, format: Format) -> None:
     """Shows the run until it ends; a server that is away is waited for."""
     from diloco_cli.observe.terminal import ProgressDisplay, to_stdout
     from diloco_cli.run.folder import last_summary
+    from diloco_cli.system.keys import Keys
 
     status, since, summary = _current_status(run, calls), "", None
-    with ProgressDisplay(to_stdout()) as progress:
+    with ProgressDisplay(to_stdout()) as progress, Keys() as keys:
         progress.follow(run.folder)
+        progress.keys = KEYS if keys.heard else ""
         while not status.over:
             shown = status
             if since:
@@ -192,7 +196,13 @@ def _watch(run: Target, calls: ShortCalls, format: Format) -> None:
                 typer.echo(json.dumps(shown.plain()))
             else:
                 progress.show(shown)
-            time.sleep(WATCH_SECONDS)
+            key = keys.wait(WATCH_SECONDS)
+            if key == "q":
+                return
+            if key == "r":
+                progress.rounds = not progress.rounds
+            if key == "o":
+                progress.say(_opened(status.url))
             fresh = _status_or_none(run, calls)
             since = "" if fresh else since or time.strftime("%H:%M:%S")
             status = fresh or status
@@ -203,6 +213,15 @@ def _watch(run: Target, calls: ShortCalls, format: Format) -> None:
         _print_summary(summary, run, format)
     else:
         _print_status(run, status, format)
+
+
+def _opened(url: str) -> str:
+    """Opens the page where there are windows; says its address in any case."""
+    if sys.platform == "darwin" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
+        import webbrowser
+
+        webbrowser.open(url)
+    return f"The page of the run: {url}"
 
 
 def _status_or_none(run: Target, calls: ShortCalls) -> Status | None:

@@ -77,16 +77,19 @@ def status_view(
     left: float | None = None,
     seen: SeenRun | None = None,
     height: int | None = None,
+    rounds: bool = True,
 ) -> RenderableType:
     """Draws a status document: what is wrong, the run, one row per region, the last rounds.
 
-    `seen` adds curves and rounds; with a `height` the regions get what the rest leaves of it.
+    `seen` adds curves and, where wanted, `rounds`; with a `height` the regions get what the rest
+    leaves of it.
     """
     alarms = [Text(f"! {warning}", style="bold red") for warning in warnings(status)]
     amended = [Text(line, style="dim") for line in amendment_lines(status.amendments)]
     named = [(region.name, per_device(region)) for region in status.regions]
     devices = [Text(f"{isolated(name)}: {facts}", style="dim") for name, facts in named if facts]
-    lanes = _RoundLanes(status, seen) if seen and seen.rounds and not status.over else None
+    drawn = rounds and seen and seen.rounds and not status.over
+    lanes = _RoundLanes(status, seen) if drawn and seen else None
     rows = None
     if height is not None:
         taken = len(alarms) + len(amended) + len(devices) + 10 + (lanes.height if lanes else 0)

@@ -162,6 +162,10 @@ class ProgressDisplay:
         self._seen: SeenRun | None = None
         self._said: deque[Text] = deque(maxlen=LINES_KEPT)
         self._size = self.console.size
+        self.rounds = True
+        """Whether the last rounds are part of the picture."""
+        self.keys = ""
+        """What can be pressed, said below the picture."""
 
     def follow(self, folder: Path | None) -> None:
         """Shows the past too, as far as the run's folder tells; without one, from now on."""
@@ -207,10 +211,17 @@ class ProgressDisplay:
         if self._live:
             if self.console.size != self._size:
                 self._begin_anew()
-            picture = status_view(status, left=left, seen=self._seen, height=self._size.height)
+            picture = status_view(
+                status,
+                left=left,
+                seen=self._seen,
+                height=self._size.height - bool(self.keys),
+                rounds=self.rounds,
+            )
+            keys = [Text(self.keys, style="dim")] if self.keys else []
             # Without the last, empty line the `^C` a terminal echoes would make it one longer
             # than is wiped away afterwards.
-            self._live.update(Group(picture, Text()), refresh=True)
+            self._live.update(Group(picture, *keys, Text()), refresh=True)
             return
         states = _states(status)
         since = PLAIN_LINE_SECONDS if self._said_at is None else now - self._said_at

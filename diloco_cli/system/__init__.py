@@ -2,6 +2,7 @@
 
 failpoints.py     places where a test may let the server die, stall or fail; nothing …
 files.py       durable files; a full disk told from a broken one
+keys.py           single keys that somebody presses at a terminal
 logs.py           what the processes of a run log: one line to stderr, as text or JSON
 malloc.py      glibc malloc: a trainer keeps freed memory, a server returns it
 private_files.py  files with secrets in them: who but their owner can read them?

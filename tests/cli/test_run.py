@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -282,6 +283,29 @@ def test_a_server_that_is_away_is_waited_for_by_who_watches(capsys, monkeypatch)
     assert code == 0 and lines[0].startswith("training |")
     assert lines[1].startswith("server away (since ") and "Ctrl-C" in lines[1]
     assert "finished" in lines[2]
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Standard input is a terminal; what is written to this handle is pressed there."""
+    ours, theirs = os.openpty()
+    with open(theirs, closefd=False) as opened:
+        monkeypatch.setattr("sys.stdin", opened)
+        yield ours
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_keys_end_the_watching_and_show_the_page(capsys, monkeypatch, terminal):
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    always = make_status(state="training", url="http://h:1")
+    monkeypatch.setattr("diloco_cli.run.ask.ShortCalls.status", lambda self, url: always)
+    before = termios.tcgetattr(terminal)
+    os.write(terminal, b"xroq")
+    code, printed, _ = diloco(capsys, "status", "--watch", "http://h:1")
+    assert code == 0 and printed.splitlines()[-1] == "The page of the run: http://h:1"
+    assert termios.tcgetattr(terminal) == before
 
 
 def test_a_regions_host_is_asked_for_the_url_of_the_server(capsys):

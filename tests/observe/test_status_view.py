@@ -111,6 +111,8 @@ def test_every_line_fits_the_window_and_all_of_it_fits_its_height(width, names):
         assert len(lines) < 30 and "rounds, last 20 s" in picture
         assert "0 v8" in picture and "3 v8" in picture and "◆" in picture
         assert "▂▁▁" in picture.split("region ")[0], "the curve of the loss"
+    hidden = status_view(troubled, left=60.0, seen=seen_run(names), height=30, rounds=False)
+    assert "rounds, last" not in drawn(hidden, width)
 
 
 def test_of_many_regions_those_come_first_that_need_a_look():
