@@ -32,6 +32,7 @@ class Heard:
     quickest: float
     worked: float = 0.0
     lost: float = 0.0
+    lost_with_server: float = 0.0
     pace: float = 0.0
 
     @property
