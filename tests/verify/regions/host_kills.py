@@ -118,7 +118,8 @@ def table(chunks: list[dict[str, Any]]) -> str:
     count: collections.Counter[str] = collections.Counter()
     for kill in (kill for chunk in chunks for kill in chunk["kills"]):
         count[kill["killed"]] += 1
-        times[kill["killed"]] += [kill["seconds"]] * ("seconds" in kill)
+        if "seconds" in kill:  # Not where the next kill came before it had recovered.
+            times[kill["killed"]].append(kill["seconds"])
     lines = ["| killed | times | seconds to the next step, median | longest |"]
     lines.append("| --- | --: | --: | --: |")
     for what, number in count.items():
