@@ -13,7 +13,7 @@ with protocol.py.
     orbax_folder.py  sharded checkpoints, written beside the training
     many_hosts.py    one engine that leads, others that follow, where a region has several hosts
     host_speed.py    how fast one host of several is, by itself
-    sampling.py      a few words that published weights write, for people who watch
+    text_sampler.py  a few words that published weights write, for people who watch
     device_codec.py  quantising on the device, so that packed codes cross to the host, not floats
 
 Apart from models/*_flax.py, only this folder imports a framework.

@@ -18,7 +18,7 @@ from diloco_cli.models.transformer import Transformer
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.messages import HeldOut, TrainerProgress
-from diloco_cli.worker.engines.sampling import TextSampler
+from diloco_cli.worker.engines.text_sampler import TextSampler
 from diloco_cli.worker.mailbox import Mailbox
 from diloco_cli.worker.text_codec import codec_of
 from diloco_cli.worker.trainer.mail import LOOK_SECONDS

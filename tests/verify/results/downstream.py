@@ -17,9 +17,12 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from diloco_cli.spec.schema import RunSpec
 
 CHOICES = 4
 QUESTIONS = 4096
@@ -59,36 +62,35 @@ def answers(model: Any, weights: dict[str, np.ndarray], asked: np.ndarray) -> np
     return found.reshape(asked.shape[:2]).argmin(axis=1) == 0
 
 
-def score(folder: Path, count: int) -> list[dict[str, Any]]:
-    """One record for each file of weights in a folder."""
+def asked_of(path: Path, count: int) -> tuple[dict[str, Any], RunSpec, np.ndarray]:
+    """Of a file of weights: what its name says, the spec of its model, and what it is asked."""
     from diloco_cli.bench.quality.cells import Cell
     from diloco_cli.bench.quality.experiment import Budget, heldout_of, spec_of
-    from diloco_cli.models import models
     from tests.verify.results.ladder import LARGE, MIDDLE, SMALL
 
-    records, rungs = [], {rung.name: rung for rung in (SMALL, MIDDLE, LARGE)}
+    match = NAME.fullmatch(path.stem)
+    rungs = {rung.name: rung for rung in (SMALL, MIDDLE, LARGE)}
+    if match is None or match[1] not in rungs:
+        raise SystemExit(f"{path} is not named as ladder.py names weights.")
+    rung = rungs[match[1]]
+    shape = {"layers": rung.layers, "width": rung.width, "heads": rung.heads}
+    spec = spec_of(Cell("", 0), Budget(batch=rung.batch, sequence=rung.sequence, **shape), 0)
+    both = heldout_of(spec, max(64, count // 64 * 64))
+    about = {"id": path.stem, "rung": match[1], "cell": match[2], "seed": int(match[3])}
+    return about, spec, questions(np.concatenate([*both[0], *both[1]]), count)
+
+
+def score(folder: Path, count: int) -> list[dict[str, Any]]:
+    """One record for each file of weights in a folder."""
+    from diloco_cli.models import models
+
+    records = []
     for path in sorted(folder.glob("*.npz")):
-        match = NAME.fullmatch(path.stem)
-        if match is None or match[1] not in rungs:
-            raise SystemExit(f"{path} is not named as ladder.py names weights.")
-        rung = rungs[match[1]]
-        shape = {"layers": rung.layers, "width": rung.width, "heads": rung.heads}
-        budget = Budget(batch=rung.batch, sequence=rung.sequence, **shape)
-        spec = spec_of(Cell("", 0), budget, 0)
-        both = heldout_of(spec, max(64, count // 64 * 64))
-        asked = questions(np.concatenate([*both[0], *both[1]]), count)
+        about, spec, asked = asked_of(path, count)
         with np.load(path) as weights:
             right = answers(models.build(spec.model), dict(weights), asked)
-        records.append(
-            {
-                "id": path.stem,
-                "rung": match[1],
-                "cell": match[2],
-                "seed": int(match[3]),
-                "questions": len(right),
-                "right": round(float(right.mean()), 5),
-            }
-        )
+        found = {"questions": len(right), "right": round(float(right.mean()), 5)}
+        records.append({**about, **found})
     return records
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.verify.results.downstream import NAME, questions, told
+from tests.verify.results.downstream import asked_of, told
 
 QUESTIONS = 1024
 TASK = "next_code"
@@ -59,25 +59,13 @@ def written(asked: np.ndarray, folder: Path) -> int:
 
 def score(path: Path, count: int) -> dict[str, Any]:
     """The record of one file of weights."""
-    from diloco_cli.bench.quality.cells import Cell
-    from diloco_cli.bench.quality.experiment import Budget, heldout_of, spec_of
     from diloco_cli.models import models
     from diloco_cli.models.transformer import Transformer
     from diloco_cli.run.model.find import TrainedModel
     from diloco_cli.run.model.harness import run_tasks
     from diloco_cli.worker.text_codec import codec_of
-    from tests.verify.results.ladder import LARGE, MIDDLE, SMALL
 
-    match = NAME.fullmatch(path.stem)
-    rungs = {rung.name: rung for rung in (SMALL, MIDDLE, LARGE)}
-    if match is None or match[1] not in rungs:
-        raise SystemExit(f"{path} is not named as ladder.py names weights.")
-    rung = rungs[match[1]]
-    shape = {"layers": rung.layers, "width": rung.width, "heads": rung.heads}
-    budget = Budget(batch=rung.batch, sequence=rung.sequence, **shape)
-    spec = spec_of(Cell("", 0), budget, 0)
-    both = heldout_of(spec, max(64, count // 64 * 64))
-    asked = questions(np.concatenate([*both[0], *both[1]]), count)
+    about, spec, asked = asked_of(path, count)
     model = models.build(spec.model)
     assert isinstance(model, Transformer)
     with np.load(path) as file, tempfile.TemporaryDirectory(prefix="harness-") as place:
@@ -86,7 +74,6 @@ def score(path: Path, count: int) -> dict[str, Any]:
         text = codec_of({"tokenizer": {"kind": "bytes"}})
         trained = TrainedModel(path.stem, model, weights, text, spec)
         found = run_tasks(trained, [TASK], Path(place) / "tasks")[TASK]
-    about = {"id": path.stem, "rung": match[1], "cell": match[2], "seed": int(match[3])}
     return {**about, "questions": known, "right": round(found["acc"], 5)}
 
 
