@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NotRequired, Protocol
+from typing import NamedTuple, NotRequired, Protocol
 from urllib.parse import urlsplit
 
 import psutil
@@ -82,6 +82,13 @@ class NoTarget(Exception):
     """The fault has nothing to strike; says why."""
 
 
+class LinkBytes(NamedTuple):
+    """What a link has carried each way."""
+
+    up: int
+    down: int
+
+
 class EmulatedLinks:
     """The emulated links of a run: one per region whose link is shaped or struck."""
 
@@ -93,6 +100,8 @@ class EmulatedLinks:
         }
         self.proxies: dict[str, Proxy] = {}
         self._targets: dict[str, str] = {}
+        self._before: dict[str, LinkBytes] = {}
+        """Carried by proxies that made way for another."""
 
     def url(self, region: str, server: str) -> str:
         """The URL under which this region reaches the server at `server`."""
@@ -101,6 +110,7 @@ class EmulatedLinks:
         if self._targets.get(region) != server:
             old, at = self.proxies.pop(region, None), urlsplit(server)
             if old:
+                self._before[region] = self._carried(region, old)
                 old.close()
             assert at.hostname and at.port
             self.proxies[region] = emulated(
@@ -112,6 +122,14 @@ class EmulatedLinks:
             )
             self._targets[region] = server
         return self.proxies[region].url
+
+    def carried(self) -> dict[str, LinkBytes]:
+        """Bytes of the connections so far, by region: frames, headers, heartbeats, everything."""
+        return {name: self._carried(name, proxy) for name, proxy in self.proxies.items()}
+
+    def _carried(self, region: str, proxy: Proxy) -> LinkBytes:
+        up, down = self._before.get(region, LinkBytes(0, 0))
+        return LinkBytes(up + proxy.up_bytes, down + proxy.down_bytes)
 
     def close(self) -> None:
         for proxy in self.proxies.values():

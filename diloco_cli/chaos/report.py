@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict
 
-from diloco_cli.chaos.inflict import InflictedFault, InflictedRecord
+from diloco_cli.chaos.inflict import InflictedFault, InflictedRecord, LinkBytes
 from diloco_cli.observe.events import Event
 from diloco_cli.observe.metrics import RecoverySummary, participation, recoveries
 from diloco_cli.observe.status import Status
@@ -32,6 +32,8 @@ class Span:
     seconds: Seconds
     before: Status
     after: Status
+    carried: Mapping[str, LinkBytes] = field(default_factory=dict)
+    """By emulated links, by region."""
 
     def trained(self) -> float:
         return self.after.tokens.trained - self.before.tokens.trained
@@ -64,6 +66,13 @@ class LossRecord(TypedDict):
     """Tokens, loss and seconds of every evaluation."""
 
 
+class LinkRecord(TypedDict):
+    """Bytes that a region's emulated link carried, HTTP and heartbeats included."""
+
+    up: int
+    down: int
+
+
 class ChaosRecord(TypedDict):
     """chaos.json; whoever trains gives all but the first four keys."""
 
@@ -77,6 +86,7 @@ class ChaosRecord(TypedDict):
     tokens: TokenSums
     goodput: GoodputShares
     blocked: NotRequired[float | None]
+    links: NotRequired[Mapping[str, LinkRecord]]
     recovery: RecoverySummary
     loss: LossRecord
     parallel: NotRequired[Mapping[str, object]]
@@ -124,6 +134,7 @@ def aftermath(
             "participation": _participation(spec, [e for e in seen if e.time <= ends]),
         },
         "blocked": _blocked(span.after),
+        "links": {name: {"up": up, "down": down} for name, (up, down) in span.carried.items()},
         "recovery": recoveries([fault["recovery"] for fault in faults if "recovery" in fault]),
         "loss": {
             "heldout": span.after.loss.heldout,

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
 from diloco_cli.assemble import shared_digest
-from diloco_cli.chaos.inflict import EmulatedLinks, FaultInflictor, InflictedFault
+from diloco_cli.chaos.inflict import EmulatedLinks, FaultInflictor, InflictedFault, LinkBytes
 from diloco_cli.chaos.report import ChaosRecord, Span, aftermath, fault_free_rate
 from diloco_cli.errors import RunFailed, SpecError
 from diloco_cli.launch.subprocesses import LocalLauncher
@@ -157,8 +157,10 @@ class FaultWatcher:
     def __init__(
         self, run: LocalRun, faults: Sequence[Fault], links: EmulatedLinks, seconds: float
     ) -> None:
-        self._run = run
+        self._run, self._links = run, links
         self.inflictor = FaultInflictor(faults, self, links, seconds, report=self._report)
+        self._carried: tuple[Mapping[str, LinkBytes], Mapping[str, LinkBytes]] = {}, {}
+        """By links: when the schedule began, and when it was over."""
         self._before: Status | None = None
         self._after: Status | None = None
         self._ended = 0.0
@@ -176,7 +178,13 @@ class FaultWatcher:
         if inflictor.began is None or before is None or after is None:
             return None
         seconds = (self._ended or time.monotonic()) - inflictor.began
-        return Span(inflictor.began_wall, seconds, before, after)
+        first, last = self._carried
+        carried = {
+            name: LinkBytes(up - before.up, down - before.down)
+            for name, (up, down) in last.items()
+            for before in [first.get(name, LinkBytes(0, 0))]
+        }
+        return Span(inflictor.began_wall, seconds, before, after, carried)
 
     def reason_to_stop(self, fresh: Status | None) -> str:
         now = time.monotonic()
@@ -187,8 +195,7 @@ class FaultWatcher:
             self.inflictor.tend(now)
             return ""
         if not self._ended:
-            self._ended = now
-            self._end_faults()
+            self._end(now)
         # A server that was down at the end may first come back.
         if not fresh and now < self._ended + RETURN_SECONDS:
             return ""
@@ -200,15 +207,21 @@ class FaultWatcher:
         return math.inf if self.inflictor.over(now) else self.inflictor.until_next(now)
 
     def stopping(self) -> None:
-        self._ended = self._ended or time.monotonic()
+        if not self._ended:
+            self._end(time.monotonic())
         self._after = self._after or self._run.status
+        self._end_faults()
+
+    def _end(self, now: float) -> None:
+        self._ended = now
+        self._carried = self._carried[0], self._links.carried()
         self._end_faults()
 
     def _begin_when_all_step(self, fresh: Status | None, now: float) -> None:
         idle = [region.name for region in fresh.regions if not region.step] if fresh else []
         if fresh and not idle:
             self.inflictor.begin(now)
-            self._before = fresh
+            self._before, self._carried = fresh, (self._links.carried(), {})
             self._run.progress.say(
                 f"every region trains; {len(self.inflictor.faults)} faults are to come"
             )

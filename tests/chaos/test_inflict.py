@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -238,6 +240,25 @@ def test_links_are_made_for_those_who_need_them_and_keep_their_place():
         assert {*calm.proxies} == {"paris", "iowa"}
     finally:
         calm.close()
+
+
+def test_what_a_link_carried_is_counted_past_a_new_server():
+    calm = EmulatedLinks(spec(link="1Mbit/1ms"), [], ["paris"])
+    with (
+        socket.create_server(("127.0.0.1", 0)) as old,
+        socket.create_server(("127.0.0.1", 0)) as new,
+    ):
+        try:
+            for server, words in ((old, b"abc"), (new, b"defgh")):
+                at = urlsplit(calm.url("paris", f"http://127.0.0.1:{server.getsockname()[1]}"))
+                with socket.create_connection((at.hostname, at.port)) as client:
+                    client.sendall(words)
+                    accepted, _ = server.accept()
+                    with accepted:
+                        accepted.recv(16)
+            assert calm.carried() == {"paris": (8, 0)}
+        finally:
+            calm.close()
 
 
 def test_links_are_cut_narrowed_and_healed_when_it_is_time(stage: Stage):

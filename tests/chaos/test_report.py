@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_cli.chaos.inflict import InflictedFault
+from diloco_cli.chaos.inflict import InflictedFault, LinkBytes
 from diloco_cli.chaos.report import Span, aftermath, fault_free_rate
 from diloco_cli.observe.events import Event
 from diloco_cli.observe.status import Status
@@ -67,6 +67,12 @@ def test_work_from_before_the_storm_is_not_counted_and_pending_work_neither():
     assert found["goodput"]["tokens"] == pytest.approx(120_000 / 153_600)
     assert found["goodput"]["time"] == pytest.approx(140_000 / 153_600)
     assert found["blocked"] == pytest.approx(0.02)
+
+
+def test_what_links_carried_is_on_record_by_region():
+    span = Span(BEGAN, 100.0, status(0, 0, 0), status(1, 1, 0), {"paris": LinkBytes(900, 400)})
+    found = aftermath(spec(), span, [], [], rate=None)
+    assert found.get("links") == {"paris": {"up": 900, "down": 400}}
 
 
 def test_without_a_rate_to_compare_with_no_goodput_is_claimed():

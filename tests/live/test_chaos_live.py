@@ -119,6 +119,9 @@ def test_a_schedule_is_inflicted_survived_and_can_be_inflicted_again(rough_in):
     assert record["tokens"]["fault_free"] == pytest.approx(2 * 128 / 0.1 * record["seconds"], 1e-3)
     assert record["tokens"]["trained"] <= record["tokens"]["fault_free"] + 2 * 128 * 12
 
+    # Only who is struck on the way to the server has an emulated link.
+    assert {*record["links"]} == {"right"} and min(record["links"]["right"].values()) > 0
+
     spec = load_spec(rough.place / "run.yaml").spec
     assert spec.chaos
     plan = planned(spec.chaos, ["left", "right"])
