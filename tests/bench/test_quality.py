@@ -209,6 +209,24 @@ def test_a_region_without_its_disk_goes_on_from_the_newest_weights_with_nothing_
         assert any(not np.array_equal(pair[0][name], pair[1][name]) for name in names)
 
 
+def test_regions_in_turns_are_there_one_after_the_other():
+    spec_steps = SMALL.tokens // (SMALL.batch * SMALL.sequence)
+    cell = replace(PLAIN, turns=0.5)
+    training, done = train(cell)
+    first, second = learners(training)
+    # One of two at a time: as many tokens, in twice the time and what four returns take, by both.
+    assert 2 * spec_steps <= done.seconds <= 2 * spec_steps + 4 * 3
+    assert first._trained() + second._trained() == SMALL.tokens
+    assert 0.3 < first._trained() / SMALL.tokens < 0.7 and done.members < 0.75
+    assert name_of(cell, SMALL, 1) != name_of(PLAIN, SMALL, 1)
+    alone = spec_of(replace(PLAIN, regions=3), replace(SMALL, batch=6), SEED)
+    tasks = {
+        region.name: task_of(alone, region.name, n, 3) for n, region in enumerate(alone.regions)
+    }
+    struck = scenario_of(replace(PLAIN, regions=3, turns=0.5), alone, tasks).faults
+    assert [fault.region for fault in struck[:3]] == ["r1", "r2", "r1"]
+
+
 def test_speeds_that_the_spec_does_not_know_change_nothing():
     """Learning rates follow the run's tokens; once they followed the speeds of the spec."""
     settings = (*PLAIN.settings, ("inner.schedule", {"kind": "cosine", "warmup": 2}))

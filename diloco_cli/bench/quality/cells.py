@@ -33,6 +33,9 @@ class Cell:
     struck: Literal["cut", "leave", "kill-trainer", "kill-region"] = "cut"
     """It trains on and cannot be reached; or it stands still and comes back as it was, from its
     disk, or without one, and goes on with the newest weights."""
+    turns: float = 0.0
+    """The last two regions are there in turns, each for this share of the run: compute that comes
+    and goes. 0: everybody is there all the time."""
     slower: float = 0.0
     """How many times slower data parallel, which sends 16 bits per parameter each step, is on the
     lines than it computes; 0: the lines carry everything at once."""
@@ -66,6 +69,10 @@ SYNCHRONOUS: Settings = (
     ("sync.grace.kind", "none"),
 )
 CUT = (0.2, 0.7)
+DISK = (0.75, 0.76)
+"""A region is killed here, and back so much later."""
+TURNS = 0.1
+MUON: Settings = (("inner.optimizer.kind", "muon"),)
 DROPPED: Settings = (("sync.adopt", "replace"),)
 """Whoever comes back gives up what it did alone."""
 FP32 = {"kind": "fp32"}
@@ -100,6 +107,11 @@ def table() -> list[Cell]:
         Cell("kills 324 an hour", 8, against="regions 8", kills=324.0),
         Cell("cut off from 20 to 70 %", 4, against="regions 4", absence=CUT),
         Cell("cut off, its work dropped", 4, DROPPED, against="regions 4", absence=CUT),
+        Cell("mixed, unknown", 4, against="regions 4", speeds=MIXED, told=False),
+        Cell("disk lost at 75 %", 4, against="regions 4", absence=DISK, struck="kill-region"),
+        Cell("two of four in turns", 4, against="regions 4", turns=TURNS),
+        Cell("data parallel, muon", 0, MUON, against=PARALLEL),
+        Cell("regions 8, muon", 8, MUON, against=PARALLEL),
     ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -48,6 +49,8 @@ LEASE = 40
 """Steps of silence after which a region that is away counts no longer as live: 10 s."""
 GRADIENT_BITS = 16
 """A parameter, of what data parallel sends and receives in each step: bf16, both ways at once."""
+LONGEST = 10
+"""Of an undisturbed run's time, how long things may go on happening."""
 CHECKPOINT = 8
 """Steps between two checkpoints of a trainer: 2 s, as one of a small model has them."""
 
@@ -150,6 +153,7 @@ def name_of(cell: Cell, budget: Budget, seed: int) -> str:
     world += [cell.absence, LEASE] if cell.absence else []
     world += [cell.struck] if cell.struck != "cut" else []
     world += [["slower", cell.slower]] if cell.slower else []
+    world += [["turns", cell.turns, LEASE]] if cell.turns else []
     world += ["untold"] if not cell.told else []
     rules = [RULES, REAL_STEP, BACK_AGAIN, CHECKPOINT, text_digest(json.dumps(spec["data"]))]
     text = json.dumps([spec, world, budget.windows, rules], sort_keys=True)
@@ -254,10 +258,15 @@ def scenario_of(cell: Cell, spec: RunSpec, tasks: Mapping[str, Task]) -> Scenari
         )
     )
     struck: list[faults.Fault] = []
+    if cell.turns:
+        pair = [site.name for site in sites[-2:]]
+        length = cell.turns * STEP * horizon(spec)
+        turns = math.ceil(LONGEST / cell.turns)
+        struck += [faults.Fault(n * length, "leave", pair[n % 2], length) for n in range(turns)]
     if cell.kills:
         mean = 3600 / cell.kills * len(sites) / REAL_STEP * STEP
         names = [site.name for site in sites]
-        until = 10 * STEP * horizon(spec)
+        until = LONGEST * STEP * horizon(spec)
         struck = faults.drawn(faults.Law(mean), names, until=until, seed=spec.seed)
     if cell.absence:
         first, last = (share * STEP * horizon(spec) for share in cell.absence)
@@ -268,7 +277,9 @@ def scenario_of(cell: Cell, spec: RunSpec, tasks: Mapping[str, Task]) -> Scenari
         sizes=tuple(fragment.size for fragment in layout.fragments),
         sync=spec.sync,
         duration=float("inf"),
-        server=ServerSite(lease=(LEASE if cell.absence else 1000) * STEP, commit=0.005 * STEP),
+        server=ServerSite(
+            lease=(LEASE if cell.absence or cell.turns else 1000) * STEP, commit=0.005 * STEP
+        ),
         recovery=Recovery(detect=0.0, restart=BACK_AGAIN * STEP),
         faults=tuple(struck),
         seed=spec.seed,

@@ -4,7 +4,8 @@
 
 Four regions; something happens to the last. All ways have the same time, so one in which a region
 stands still for half of the run has an eighth of the tokens less, and its schedule ends with them.
-What is in the file is not run again.
+What is in the file is not run again. "In turns", two regions are there all the time and one of two
+others: as much compute as three steady ones.
 """
 
 from __future__ import annotations
@@ -18,12 +19,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from diloco_cli.bench.quality.cells import CUT, DROPPED, MIXED, Cell
+from diloco_cli.bench.quality.cells import CUT, DISK, DROPPED, MIXED, TURNS, Cell
 
 SEEDS = (41, 42, 43, 44, 45, 46, 47, 48)
 TOKENS_A_STEP, STEPS = 16 * 32, 2400
-DISK = (0.75, 0.76)
-"""A region is killed here, and back so much later."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ WAYS = (
     Way(Cell(EVEN, 4)),
     Way(Cell(CUT_OFF, 4, absence=CUT), against=(EVEN, OUT, REST, FRESH)),
     Way(Cell(OUT, 3), 0.75, (EVEN,)),
+    Way(Cell("two of four in turns", 4, turns=TURNS), 0.75, (OUT,)),
     Way(Cell(FRESH, 4, absence=CUT, struck="leave"), 0.875, (EVEN,)),
     Way(Cell(REST, 4, absence=(CUT[0], 9.0), struck="leave"), 0.8, (EVEN,)),
     Way(Cell("cut off, adopt: replace", 4, DROPPED, absence=CUT), against=(EVEN,)),
