@@ -66,10 +66,10 @@ def asked_of(path: Path, count: int) -> tuple[dict[str, Any], RunSpec, np.ndarra
     """Of a file of weights: what its name says, the spec of its model, and what it is asked."""
     from diloco_cli.bench.quality.cells import Cell
     from diloco_cli.bench.quality.experiment import Budget, heldout_of, spec_of
-    from tests.verify.results.ladder import LARGE, MIDDLE, SMALL
+    from tests.verify.results.ladder import LARGE, MIDDLE, MILLION, SMALL
 
     match = NAME.fullmatch(path.stem)
-    rungs = {rung.name: rung for rung in (SMALL, MIDDLE, LARGE)}
+    rungs = {rung.name: rung for rung in (SMALL, MIDDLE, LARGE, MILLION)}
     if match is None or match[1] not in rungs:
         raise SystemExit(f"{path} is not named as ladder.py names weights.")
     rung = rungs[match[1]]

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from diloco_cli.bench.quality.runner import append
+from diloco_cli.observe.events import Event
 from tests.verify.results import (
     absences,
     curves,
     downstream,
+    eight_sites,
     goodput,
     ladder,
     late_loss,
+    levers,
     public_harness,
 )
 from tests.verify.results.budget import Outcome
@@ -120,6 +123,60 @@ def test_a_ladder_tunes_until_the_best_rate_lies_between_worse_ones(tmp_path: Pa
     assert table.tuned(ladder.SMALL, ladder.DP, 0.012) == 0.003
     with pytest.raises(TimeoutError):
         table.tuned(ladder.SMALL, ladder.Arm(8), 0.006)
+
+
+def test_parts_of_the_ladder_are_chosen_by_rung_and_way():
+    (only,) = ladder.chosen("^1M$", "regions 8")
+    assert [arm.name for arm in only.arms] == ["regions 8, adamw"] and only.rung.name == "1M"
+    assert sum(len(stage.arms) for stage in ladder.chosen("", "")) > 20
+
+
+def test_levers_are_held_against_the_plain_one_of_their_kind():
+    rows = {lever.name: 2.0 + number / 10 for number, lever in enumerate(levers.LEVERS)}
+    assert len(rows) == len(levers.LEVERS)
+    records = [
+        {"id": name, "loss": loss, "ema": loss, "versions": 9, "bits_up": 3, "bits_down": 3}
+        for name, loss in rows.items()
+    ]
+    said = levers.told(records)
+    plain = rows[levers.Lever(8).name]
+    change = 100 * (rows["regions 8, every 12, rate 0.003"] / plain - 1)
+    assert f"| regions 8, every 12, rate 0.003 | {plain + 0.4:.4f} | {change:+.2f} % |" in said
+    assert levers.told(records[1:2]).count("\n") == 1, "without a plain one nothing is compared"
+
+
+def test_bits_of_a_run_are_those_of_its_frames_and_of_what_lines_carried():
+    def event(kind: str, **fields: object) -> Event:
+        return Event(kind, "server", 0.0, 0.0, dict(fields))
+
+    events = [
+        event("accepted", region="a", fragment=0, version=0, bytes=50),
+        event("accepted", region="b", fragment=0, version=0, bytes=70),
+        event("accepted", region="a", fragment=1, version=0, bytes=50),
+        event("published", fragment=0, version=1, bytes=40),
+        event("published", fragment=1, version=1, bytes=20),
+        event("published", fragment=1, version=2, bytes=20),  # Nobody's frame is known of it.
+    ]
+    rounds = eight_sites.rounds_of(events, [160, 80])
+    assert rounds == [(1, 3.0, 2.0), (1, 5.0, 2.0)]
+    assert eight_sites.by_version(rounds) == [(1, 4.0, 2.0)]
+    found = {
+        "regions": 8,
+        "fragments": 24,
+        "every": 24,
+        "seconds": 100.0,
+        "rounds": 2,
+        "pace": 1.0,
+        "participation": 1.0,
+        "blocked": 0.0,
+        "loss": 2.0,
+        "bits": [[1, 3.0, 4.0], [2, 3.0, 4.0], [3, 3.0, 4.0]],
+        "gbits": {"up": [0.6, 0.7], "down": [0.8, 0.9]},
+    }
+    said = eight_sites.table(found)
+    # 5 B parameters, one of 24 fragments a second: 3 bits of them are 0.625 Gbit/s.
+    assert "| frames alone, Gbit/s | 0.62 | 0.83 |" in said
+    assert "| all that its line carried | 0.65 | 0.85 |" in said
 
 
 def test_a_question_has_one_real_ending_and_three_of_other_stretches():
