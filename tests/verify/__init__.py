@@ -10,6 +10,7 @@ load/        many clients and one server
 model/       a model of the whole protocol in which anything may die at any moment
 page/        the page of a very long run, and the pictures in the documentation
 poison/      regions that lie
+quality/     long tables of what the ways to train reach, on a virtual clock
 rebuild/     a model of servers that are lost or set back, and of regions that realign
 regions/     a region on many devices and hosts: what its step needs, and whether it survives
 results/     turns records of `diloco chaos` into the tables and pictures of docs/results

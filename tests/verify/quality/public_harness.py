@@ -1,6 +1,6 @@
 """The downstream score by a public harness, offline: lm-eval on exported weights.
 
-    python -m tests.verify.results.public_harness build/ladder-weights build/harness.jsonl
+    python -m tests.verify.quality.public_harness build/ladder-weights build/harness.jsonl
 
 The questions are those of downstream.py, which of four endings of a stretch of held-out code is
 the real one, written as a task of lm-eval (`multiple_choice`); a stretch that is not plain ASCII
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.verify.results.downstream import asked_of, told
+from tests.verify.quality.downstream import asked_of, told
 
 QUESTIONS = 1024
 TASK = "next_code"

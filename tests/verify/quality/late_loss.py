@@ -1,7 +1,7 @@
 """How long until a late loss, on narrow lines and under kills? On a virtual clock, resumable.
 
-    nice -n 5 python -m tests.verify.results.late_loss docs/results/raw/late-loss.jsonl
-    python -m tests.verify.results.late_loss docs/results/raw/late-loss.jsonl --table \
+    nice -n 5 python -m tests.verify.quality.late_loss docs/results/raw/late-loss.jsonl
+    python -m tests.verify.quality.late_loss docs/results/raw/late-loss.jsonl --table \
         --lines docs/results/links-late.png --kills docs/results/goodput-late.png
 
 Steps, frames, rounds and merges are those of `diloco bench quality`; a frame takes as long as its

@@ -1,6 +1,6 @@
 """What does an absence cost, and is a region that comes back better left out? One resumable table.
 
-    nice -n 5 python -m tests.verify.results.absences docs/results/raw/quality-absences.jsonl
+    nice -n 5 python -m tests.verify.quality.absences docs/results/raw/quality-absences.jsonl
 
 Four regions; something happens to the last. All ways have the same time, so one in which a region
 stands still for half of the run has an eighth of the tokens less, and its schedule ends with them.

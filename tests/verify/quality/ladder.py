@@ -1,6 +1,6 @@
 """How does the gap to data parallel move with the size of the model? One long, resumable table.
 
-    nice -n 19 python -m tests.verify.results.ladder docs/results/raw/ladder.jsonl --until 15:00
+    nice -n 19 python -m tests.verify.quality.ladder docs/results/raw/ladder.jsonl --until 15:00
 
 Every rung is a model at 20 tokens per parameter, or at 5 where its name says so. First each way to
 train gets its own inner rate, on a seed that is not reported: from a guess by factors of two in

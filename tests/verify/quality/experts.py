@@ -1,6 +1,6 @@
 """Does a mixture of experts lose more than a dense model when four regions train apart?
 
-    python -m tests.verify.results.experts --tokens 1000000 --seeds 1,2
+    python -m tests.verify.quality.experts --tokens 1000000 --seeds 1,2
 
 Four cells of `diloco bench quality` for each seed: dense and with experts, data parallel and in
 four regions, at equal tokens. Prints a line as each is done, then the two gaps.

@@ -1,6 +1,6 @@
 """Does a live run reach the loss that its rehearsal foretells? The same spec both ways.
 
-    python -m tests.verify.results.live_rehearsed build/live.jsonl --seeds 71,72,73
+    python -m tests.verify.quality.live_rehearsed build/live.jsonl --seeds 71,72,73
 
 Live: `diloco run`, real processes, sockets, frames and disks, with steps of a fifth of a second, so
 that a heartbeat is as short beside a round as in a real run. Rehearsed: `diloco bench quality`'s

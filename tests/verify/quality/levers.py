@@ -1,6 +1,6 @@
 """What closes the gap of eight regions to data parallel? One setting at a time, on one seed.
 
-    nice -n 19 python -m tests.verify.results.levers docs/results/raw/quality-levers.jsonl
+    nice -n 19 python -m tests.verify.quality.levers docs/results/raw/quality-levers.jsonl
 
 123 thousand parameters at 20 tokens per parameter, on a seed that is not reported elsewhere: what
 data parallel may do to get better is tried for it, too. What is in the file is not run again.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_cli.bench.quality.cells import Cell, Settings
-from tests.verify.results.ladder import MIDDLE, TUNED_ON
+from tests.verify.quality.ladder import MIDDLE, TUNED_ON
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A score besides the loss: which of four continuations of held-out code is the real one?
 
-    python -m tests.verify.results.downstream build/ladder-weights docs/results/raw/downstream.jsonl
+    python -m tests.verify.quality.downstream build/ladder-weights docs/results/raw/downstream.jsonl
 
 The weights are those that `ladder.py --weights` kept. A question is a stretch of held-out code as
 long as those that were trained on; its last quarter stands beside three that end other stretches,
@@ -66,7 +66,7 @@ def asked_of(path: Path, count: int) -> tuple[dict[str, Any], RunSpec, np.ndarra
     """Of a file of weights: what its name says, the spec of its model, and what it is asked."""
     from diloco_cli.bench.quality.cells import Cell
     from diloco_cli.bench.quality.experiment import Budget, heldout_of, spec_of
-    from tests.verify.results.ladder import LARGE, MIDDLE, MILLION, SMALL
+    from tests.verify.quality.ladder import LARGE, MIDDLE, MILLION, SMALL
 
     match = NAME.fullmatch(path.stem)
     rungs = {rung.name: rung for rung in (SMALL, MIDDLE, LARGE, MILLION)}
