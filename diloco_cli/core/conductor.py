@@ -118,13 +118,19 @@ class RoundTable:
         """Counts an accepted contribution, and how long it took."""
         before = self.rounds[fragment]
         self.rounds[fragment] = after = rounds.joined(before, region, need=need, now=now)
-        if before.called_at is not None:
-            waited = now - before.called_at
-            self.averages = pace.answered(self.averages, region, waited)
-            if before.met_at is None and after.met_at is not None:
-                self.averages = pace.met(self.averages, waited)
+        # Late answers count as well: of the others alone a window would learn to be too short.
+        since = before.asked_at if before.called_at is None else before.called_at
+        if since is not None:
+            self.averages = pace.answered(self.averages, region, now - since)
+        if before.called_at is not None and before.met_at is None and after.met_at is not None:
+            self.averages = pace.met(self.averages, now - before.called_at)
         self.moved_at = now
         self.unheard.add((fragment, region))
+
+    def closed(self, fragment: int, *, waiting: Collection[str] = ()) -> None:
+        """A round has its members; the next one begins with those whose frames came too late."""
+        called_at = self.rounds[fragment].called_at
+        self.rounds[fragment] = Round(members=tuple(waiting), asked_at=called_at)
 
     def heard(
         self,

@@ -18,6 +18,8 @@ from diloco_cli.spec.schema import SyncSpec
 Seconds = float
 MEMORY = 0.3
 """Weight of the newest observation in a moving average."""
+SPREADS = 4
+"""Mean deviations beyond its average that an answer is waited for, as TCP waits for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ class Averages:
     """From a call to the quorum."""
     sync: Seconds = 0.0
     """From closing a round to its version being published."""
+    spread: Mapping[str, Seconds] = field(default_factory=dict)
+    """How far answers are from their average, by region: the mean deviation."""
 
 
 def average(old: Seconds | None, new: Seconds) -> Seconds:
@@ -133,7 +137,11 @@ def stepped(averages: Averages, region: str, seconds: Seconds) -> Averages:
 
 
 def answered(averages: Averages, region: str, seconds: Seconds) -> Averages:
-    return replace(averages, answer=_with(averages.answer, region, seconds))
+    usual = averages.answer.get(region)
+    # Of the first answer nothing is known but that another may be half as quick.
+    away = seconds / 2 if usual is None else abs(seconds - usual)
+    spread = _with(averages.spread, region, away)
+    return replace(averages, answer=_with(averages.answer, region, seconds), spread=spread)
 
 
 def met(averages: Averages, seconds: Seconds) -> Averages:
@@ -183,4 +191,6 @@ def grace(averages: Averages, live: Collection[str], sync: SyncSpec) -> Seconds 
     longest = margin * sync.every * min(steps)
     if any(region not in averages.answer for region in live):
         return longest
-    return min(max(averages.answer[region] for region in live), longest)
+    # An average alone would miss every other answer: the step under way ends sooner or later.
+    latest = (averages.answer[r] + SPREADS * averages.spread.get(r, 0.0) for r in live)
+    return min(max(latest), longest)

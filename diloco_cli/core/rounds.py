@@ -181,6 +181,8 @@ class Round:
     met_at: Seconds | None = None
     grace: Seconds | None = 0.0
     """None while nobody knows how long anything takes."""
+    asked_at: Seconds | None = None
+    """When the round before was called: who arrives before the next call answers that one, late."""
 
 
 def called(

@@ -174,7 +174,7 @@ class SimulatedServer:
         version = self.ledger.slots[fragment].version
         closed = RoundClosed(fragment, version, verdict.members, drain=False, live=verdict.live)
         self.record(closed)
-        self.table.rounds[fragment] = Round()
+        self.table.closed(fragment)
         self._merge(fragment, self.agenda.now)
 
     def _merge(self, fragment: int, began: Seconds) -> None:

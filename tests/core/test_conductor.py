@@ -25,7 +25,7 @@ from diloco_cli.core.journal_records import (
 )
 from diloco_cli.core.ledger import Ledger
 from diloco_cli.core.pace import Report
-from diloco_cli.core.rounds import Receipt
+from diloco_cli.core.rounds import Receipt, called
 from diloco_cli.spec.schema import GraceSpec, SyncSpec
 
 SYNC = SyncSpec(fragments=1, every=4, quorum=1, grace=GraceSpec(kind="fixed", seconds=5.0))
@@ -147,6 +147,22 @@ def test_a_step_time_that_becomes_known_gives_open_rounds_their_window():
     assert table.rounds[0].grace == 0.5 * 4 * 2.0
     table.heard("iowa", 20.0, live=lambda: {"iowa", "paris"}, sync=adaptive)
     assert table.rounds[0].grace == 0.5 * 4 * 2.0, "it never moves"
+
+
+def test_late_answers_count_among_the_usual_ones():
+    """Of those in time alone a window would learn to be too short."""
+    table = RoundTable.reopened(Ledger.folded(1, enumerate(JOINED, 1)), SYNC, now=0.0)
+    table.rounds[0] = called(table.rounds[0], need=1, usual=0.0, grace=1.0, now=10.0)
+    table.arrived(0, "iowa", need=1, now=12.0)
+    table.closed(0)
+    assert table.rounds[0].called_at is None and table.rounds[0].members == ()
+    table.arrived(0, "paris", need=1, now=17.0)
+    assert table.averages.answer == {"iowa": 2.0, "paris": 7.0}
+    assert table.averages.quorum == 2.0, "of the round that was called"
+    # It is a member of the next round; what comes after that call answers it.
+    table.rounds[0] = called(table.rounds[0], need=1, usual=0.0, grace=1.0, now=20.0)
+    table.arrived(0, "iowa", need=1, now=22.0)
+    assert table.rounds[0].members == ("paris", "iowa") and table.averages.answer["iowa"] == 2.0
 
 
 def test_a_drained_run_is_finished_and_names_those_it_did_not_wait_for():

@@ -1,6 +1,7 @@
 """The quorum-th fastest region sets the pace, and grace never outlasts its worth."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -118,6 +119,13 @@ def test_under_rebase_grace_covers_the_slowest_usual_answer():
     assert grace() == 3.0
 
 
+def test_under_rebase_grace_covers_how_far_answers_are_from_their_average():
+    uneven = replace(KNOWN, spread={"paris": 1.0, "tokyo": 0.5, "iowa": 9.0})
+    assert grace(uneven) == 2.0 + 4 * 1.0, "paris may be the last although it is not on average"
+    assert grace(uneven, live={"tokyo"}) == 3.0 + 4 * 0.5
+    assert grace(uneven, every=4) == 2.0, "never beyond half of the fastest period"
+
+
 def test_under_rebase_grace_is_bounded_by_a_share_of_the_fastest_period():
     assert grace(every=4) == 2.0
     assert grace(every=4, grace=GraceSpec(margin=0.25)) == 1.0
@@ -160,6 +168,12 @@ def test_averages_begin_with_the_first_observation_and_follow_slowly():
     assert averages.step == {"paris": pytest.approx(1.3)}
     averages = pace.answered(averages, "tokyo", 4.0)
     assert averages.answer == {"tokyo": 4.0} and averages.step.keys() == {"paris"}
+    assert averages.spread == {"tokyo": 2.0}
+    averages = pace.answered(averages, "tokyo", 6.0)
+    assert averages.answer == {"tokyo": pytest.approx(4.6)}
+    assert averages.spread == {"tokyo": pytest.approx(2.0)}, "two from the average, as before"
+    averages = pace.answered(averages, "tokyo", 4.6)
+    assert averages.spread == {"tokyo": pytest.approx(1.4)}
     assert pace.met(averages, 5.0).quorum == 5.0 and pace.published(averages, 2.0).sync == 2.0
 
 

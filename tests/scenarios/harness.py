@@ -197,7 +197,7 @@ class Stage:
         drain = bool(self.ledger.end)
         version = self.slot.version
         self.record(RoundClosed(0, version, members, drain))
-        self.table.rounds[0] = Round(tuple(self.slot.waiting))
+        self.table.closed(0, waiting=tuple(self.slot.waiting))
         self.weights = {
             name: rules.weight(receipt.tokens, receipt.steps, steps_cap=cap)
             for name, receipt in self.slot.closing.items()

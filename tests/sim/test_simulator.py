@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -110,6 +111,17 @@ def test_without_a_fault_nothing_is_lost_and_everybody_takes_part():
     # Twelve steps are reported at once, and an answer comes a step after its call.
     assert one.pace == pytest.approx(12 / 13, abs=0.03)
     assert one.staleness == 0
+
+
+def test_regions_out_of_step_stay_in_one_round_over_quick_lines():
+    """Answers come when the step under way ends, so some take a whole step more than others."""
+    wide = Link(1e12, 0.0)
+    sync = {"fragments": 24, "every": 24}
+    played = replace(
+        scenario(seconds=1200.0, link=wide, jitter=0.05, sync=sync), sizes=even(1e8, 24)
+    )
+    one = simulate(played)
+    assert one.participation > 0.97 and one.pace < 1.1
 
 
 def test_bytes_are_the_fragments_that_travelled_at_the_measured_bits():

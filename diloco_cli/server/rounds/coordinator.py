@@ -46,7 +46,6 @@ from diloco_cli.core.rounds import (
     Recorded,
     Refused,
     Returned,
-    Round,
 )
 from diloco_cli.errors import SET_BACK
 from diloco_cli.merge.optimizers import average_share
@@ -426,7 +425,7 @@ class Coordinator:
             weights=[state.settings.weight(receipt) for receipt in slot.closing.values()],
             why=verdict.why,
         )
-        state.table.rounds[fragment] = Round()
+        state.table.closed(fragment)
         reach("round.closed")
         self.publisher.merge_soon(fragment)
 

@@ -543,7 +543,7 @@ class Server(Process):
         slot = self.ledger.slots[f]
         drain, number = bool(self.ledger.end), self.ledger.terms
         self._append(RoundClosed(f, slot.version, members, drain, number))
-        self.table.rounds[f] = rounds.Round()
+        self.table.closed(f)
         self.closed_at[f] = self.world.now
         self.later(self.world.rng.uniform(0.1, 1.0), partial(self._compute, f))
 
