@@ -314,7 +314,9 @@ def _calls(
         opened = rounds.called(
             table.rounds[fragment],
             need=need(ledger, sync),
-            usual=pace.usual_answer(table.averages, seen.here, need(ledger, sync)),
+            usual=pace.usual_answer(
+                table.averages, seen.here, need(ledger, sync), every=sync.every
+            ),
             grace=pace.grace(table.averages, seen.here, sync),
             now=now,
         )

@@ -8,6 +8,7 @@ never calls for crumbs when the network is slower than the training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -156,14 +157,19 @@ def _with(old: Mapping[str, Seconds], region: str, seconds: Seconds) -> dict[str
     return {**old, region: average(old.get(region), seconds)}
 
 
-def usual_answer(averages: Averages, live: Collection[str], quorum: int) -> Seconds:
+def usual_answer(averages: Averages, live: Collection[str], quorum: int, *, every: int) -> Seconds:
     """When the quorum-th live region usually answers a call; 0 while that is unknown.
 
     A frame that came late for the last round is a member of this one from the start.
     Without this floor it would close the round before any fresh answer could arrive.
+    It is a period at most: one that was cut off answers hours after it was asked.
     """
     known = sorted(averages.answer[region] for region in live if region in averages.answer)
-    return known[min(quorum, len(known)) - 1] if known else 0.0
+    if not known:
+        return 0.0
+    steps = [averages.step[region] for region in live if region in averages.step]
+    period = every * min(steps, default=math.inf)
+    return min(known[min(quorum, len(known)) - 1], period)
 
 
 def ready(reports: Reports, number: int, every: int) -> list[str]:

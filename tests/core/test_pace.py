@@ -158,9 +158,14 @@ def test_dead_regions_do_not_count():
 
 def test_the_usual_answer_is_that_of_the_quorum_th_live_region():
     averages = Averages(answer={"paris": 2.0, "tokyo": 3.0, "iowa": 9.0})
-    assert [pace.usual_answer(averages, {*BOTH, "iowa"}, n) for n in (1, 2, 3)] == [2, 3, 9]
-    assert pace.usual_answer(averages, {"iowa", "lima"}, 2) == 9
-    assert pace.usual_answer(averages, {"lima"}, 1) == 0
+
+    def usual(live: set[str], quorum: int, averages: Averages = averages) -> float:
+        return pace.usual_answer(averages, live, quorum, every=4)
+
+    assert [usual({*BOTH, "iowa"}, n) for n in (1, 2, 3)] == [2, 3, 9]
+    assert usual({"iowa", "lima"}, 2) == 9 and usual({"lima"}, 1) == 0
+    stepping = replace(averages, step={"paris": 2.0, "lima": 0.1})
+    assert usual({*BOTH, "iowa"}, 3, stepping) == 8.0, "a period of the fastest that is here"
 
 
 def test_averages_begin_with_the_first_observation_and_follow_slowly():

@@ -50,8 +50,9 @@ def outer(lr: float, momentum: float, warmup: int = 100) -> Settings:
 
 LEVERS = (
     Lever(0),
-    Lever(0, "half the batch"),
-    Lever(0, "half the batch", 4e-3),
+    Lever(0, rate=1.2e-2),
+    Lever(0, "half the batch", batch=0.5),
+    Lever(0, "half the batch", 4e-3, 0.5),
     Lever(0, "beta2 0.95", beta2=0.95),
     Lever(0, "beta2 0.98", beta2=0.98),
     Lever(0, "beta2 0.996", beta2=0.996),
@@ -62,6 +63,7 @@ LEVERS = (
     Lever(8, "beta2 0.9987", 6e-3, beta2=0.9987),
     Lever(8, "every 12", settings=(("sync.every", 12),)),
     Lever(8, "every 48", settings=(("sync.every", 48),)),
+    Lever(8, "half the batch", 2e-3, 0.5),
     Lever(8, "twice the batch", batch=2),
     Lever(8, "twice the batch, every 12", 4e-3, 2, settings=(("sync.every", 12),)),
     Lever(8, "outer 0.6 and 0.9", settings=outer(0.6, 0.9)),
