@@ -29,7 +29,8 @@ with warnings.catch_warnings():  # What they say while they are imported is not 
 use_compile_cache()
 torch.set_num_threads(1)
 
-CLOSE = 2e-5
+CLOSE = 1e-5
+"""Of the largest logit: how sums are rounded differs from one kind of processor to another."""
 SEQUENCE = 96
 SMALL: dict[str, Any] = dict(
     kind="decoder", layers=2, width=32, heads=4, kv_heads=2, ffn=48, vocabulary=96
@@ -88,7 +89,7 @@ def test_logits_and_generations_are_theirs_and_files_go_both_ways(name: str, tmp
     tokens = np.random.default_rng(1).integers(0, model.shape.vocabulary, (2, 70), dtype=np.int32)
     with torch.no_grad():
         wanted = theirs.eval()(torch.from_numpy(tokens).long()).logits.numpy()
-    assert np.abs(ours(model, weights, tokens) - wanted).max() <= CLOSE
+    assert np.abs(ours(model, weights, tokens) - wanted).max() <= CLOSE * np.abs(wanted).max()
     assert wanted.std() > 0.1
 
     prompt = tokens[0, :5].tolist()

@@ -187,8 +187,9 @@ def test_nothing_is_left_running_or_open():
     for end in ends:
         end.close()
     proxy.close()
-    assert set(threading.enumerate()) == threads
-    assert psutil.Process().num_fds() == files
+    # What an earlier test began may have ended meanwhile.
+    assert set(threading.enumerate()) <= threads
+    assert psutil.Process().num_fds() <= files
     with pytest.raises(RuntimeError, match="closed"):
         proxy.heal()
 

@@ -225,8 +225,13 @@ def test_a_server_that_is_away_is_mentioned_once_and_everything_is_sent_later(
     assert courier.away
     counter.away = False
     counter.wait_for(lambda: len(counter.submitted) == 1 and not courier.away)
-    kinds = [event.kind for event in read_events(tmp_path / "events.jsonl")]
-    assert kinds == ["link-lost", "link-back"]
+
+    def kinds() -> list[str]:
+        return [event.kind for event in read_events(tmp_path / "events.jsonl")]
+
+    counter.wait_for(lambda: len(kinds()) == 2)  # It is written down a moment later.
+    assert kinds() == ["link-lost", "link-back"]
+    counter.wait_for(lambda: len(log_lines) == 2)
     assert (
         "training goes on" in log_lines[0]
         and "back in reach" in log_lines[1]
