@@ -17,6 +17,9 @@ from diloco_cli.run.model.find import TrainedModel
 NEWLINE = 10
 """What a model of bytes, whose documents have no end, reads before a text's first byte."""
 
+BATCH = 16
+"""Texts that the harness scores at a time; one by one takes several times as long on a CPU."""
+
 Scores = dict[str, dict[str, float]]
 """Of each task, what each of its metrics is."""
 
@@ -56,14 +59,14 @@ def run_tasks(trained: TrainedModel, tasks: Sequence[str], include: Path | None 
 def _evaluated(about: dict[str, Any], tasks: list[str], known: Any) -> dict[str, dict[str, Any]]:
     evaluate = import_module("lm_eval").simple_evaluate
     device = "cuda" if import_module("torch").cuda.is_available() else "cpu"
-    options = {"device": device, "task_manager": known, "log_samples": False}
+    options = {"device": device, "batch_size": BATCH, "task_manager": known, "log_samples": False}
     try:
         found = evaluate(model="hf", model_args=about, tasks=tasks, **options)
     except DilocoError:
         raise
     except Exception as error:  # Whatever a task's data, its code or the network does.
         raise RunFailed(
-            f"lm-eval failed: {type(error).__name__}: {error}.",
+            ": ".join(filter(None, ["lm-eval failed", type(error).__name__, str(error)])) + ".",
             hint="Tasks fetch their data once, from the Hugging Face Hub; tasks that generate need "
             "a tokenizer with a token that ends a text, which bytes have not.",
         ) from error

@@ -4,9 +4,9 @@
 
 The questions are those of downstream.py, which of four endings of a stretch of held-out code is
 the real one, written as a task of lm-eval (`multiple_choice`); a stretch that is not plain ASCII
-is left out. Each file of weights that `ladder.py --weights` kept is exported as `diloco export`
-does and scored as `diloco evaluate --harness` does. Needs the extra `lm-eval`; what is in the file
-is not scored again.
+or begins with nothing but blanks is left out. Each file of weights that `ladder.py --weights` kept
+is exported as `diloco export` does and scored as `diloco evaluate --harness` does. Needs the extra
+`lm-eval`; what is in the file is not scored again.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def written(asked: np.ndarray, folder: Path) -> int:
         if rows.max() > 126:
             continue
         beginning, *_ = (bytes(row[:-ending].astype(np.uint8)).decode("ascii") for row in rows)
+        if not beginning.strip():
+            continue  # The harness counts blanks at its end to the endings: nothing would be left.
         endings = [bytes(row[-ending:].astype(np.uint8)).decode("ascii") for row in rows]
         real = len(lines) % len(endings)
         endings[0], endings[real] = endings[real], endings[0]

@@ -93,6 +93,8 @@ def test_a_task_of_the_public_harness_has_the_real_ending_in_every_place(tmp_pat
     asked = np.full((9, 4, 16), ord("a"), np.int32)
     asked[:, :, -4:] = ord("a") + np.arange(4)[None, :, None]
     asked[3, 2, 5] = 200  # No plain ASCII: such a stretch is left out.
+    asked = np.concatenate([asked, asked[:1]])
+    asked[9, :, :-4] = ord(" ")  # The harness would find an empty beginning.
     assert public_harness.written(asked, tmp_path) == 8
     lines = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
     assert [line["real"] for line in lines] == [0, 1, 2, 3] * 2
