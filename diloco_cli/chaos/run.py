@@ -180,9 +180,9 @@ class FaultWatcher:
         seconds = (self._ended or time.monotonic()) - inflictor.began
         first, last = self._carried
         carried = {
-            name: LinkBytes(up - before.up, down - before.down)
+            name: LinkBytes(up - earlier.up, down - earlier.down)
             for name, (up, down) in last.items()
-            for before in [first.get(name, LinkBytes(0, 0))]
+            for earlier in [first.get(name, LinkBytes(0, 0))]
         }
         return Span(inflictor.began_wall, seconds, before, after, carried)
 

@@ -61,11 +61,12 @@ AVERAGE = 0.05
 AVERAGE_STEPS = 24
 """Of data parallel, from one entry of its average to the next: as often as a fragment travels."""
 
-RULES = 4
+RULES = 5
 """Version of what a cell is besides its settings: how often regions report, how a run ends, and
 the like. Cells of other rules are run again. 2: a fragment that has enough is called at once.
 3: work of many steps is shortened, and learning rates follow the run's tokens. 4: a round with few
-members takes a step in proportion."""
+members takes a step in proportion. 5: the grace window covers how far answers are from their
+average."""
 
 DECISIVE = (
     *("seed", "budget", "model", "data", "inner", "regions"),
@@ -258,11 +259,6 @@ def scenario_of(cell: Cell, spec: RunSpec, tasks: Mapping[str, Task]) -> Scenari
         )
     )
     struck: list[faults.Fault] = []
-    if cell.turns:
-        pair = [site.name for site in sites[-2:]]
-        length = cell.turns * STEP * horizon(spec)
-        turns = math.ceil(LONGEST / cell.turns)
-        struck += [faults.Fault(n * length, "leave", pair[n % 2], length) for n in range(turns)]
     if cell.kills:
         mean = 3600 / cell.kills * len(sites) / REAL_STEP * STEP
         names = [site.name for site in sites]
@@ -271,6 +267,11 @@ def scenario_of(cell: Cell, spec: RunSpec, tasks: Mapping[str, Task]) -> Scenari
     if cell.absence:
         first, last = (share * STEP * horizon(spec) for share in cell.absence)
         struck.append(faults.Fault(first, cell.struck, sites[-1].name, last - first))
+    if cell.turns:
+        pair = [site.name for site in sites[-2:]]
+        length = cell.turns * STEP * horizon(spec)
+        turns = math.ceil(LONGEST / cell.turns)
+        struck += [faults.Fault(n * length, "leave", pair[n % 2], length) for n in range(turns)]
     return Scenario(
         name=cell.name,
         sites=sites,
