@@ -121,7 +121,6 @@ def table(found: dict[str, Any]) -> str:
     ]
     frames = [mean(getattr(each, way) for each in bits) for way in ("up", "down")]
     need = [each * found["pace"] * PARAMETERS / found["every"] / STEP / 1e9 for each in frames]
-    need = [each * found["every"] / found["fragments"] for each in need]
     carried = [mean(found["gbits"][way]) for way in ("up", "down")]
     rows = {
         "frames alone, Gbit/s": need,

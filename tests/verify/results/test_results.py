@@ -130,6 +130,6 @@ def test_bits_of_a_run_are_those_of_its_frames_and_of_what_lines_carried():
         "gbits": {"up": [0.6, 0.7], "down": [0.8, 0.9]},
     }
     said = eight_sites.table(found)
-    # 5 B parameters, one of 24 fragments a second: 3 bits of them are 0.625 Gbit/s.
+    # All of 5 B parameters in 24 s: 3 bits of each are 0.625 Gbit/s.
     assert "| frames alone, Gbit/s | 0.62 | 0.83 |" in said
     assert "| all that its line carried | 0.65 | 0.85 |" in said
