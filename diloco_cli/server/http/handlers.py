@@ -223,6 +223,7 @@ class Routes:
         if resource is None:
             what = f"Version {version} of fragment {fragment}"
             wanted = f"{what} from version {since}" if since >= 0 else what
+            newest = weights.newest[fragment].number  # Newer ones may have come meanwhile.
             raise HttpRefusal(
                 "gone", f"{wanted} is no longer kept; {newest} is the newest.", _NEWEST
             )

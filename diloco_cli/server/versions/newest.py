@@ -207,7 +207,12 @@ class PublishedVersions:
         # loop's: a thread that waited for another would hold up a thread that has work.
         async with self._turn:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(None, self._encode, fragment, version)
+            frame = await loop.run_in_executor(None, self._encode, fragment, version)
+        if (fragment, version.number) in self._encoding:
+            return frame
+        # Overtaken meanwhile: `install` deleted its file before it was there.
+        self._blobs.drop([blob_names.whole(fragment, version.number)])
+        return None
 
     def _encode(self, fragment: int, version: Version) -> ImmutableResource | None:
         piece = self.settings.layout.fragments[fragment]

@@ -162,3 +162,20 @@ async def test_a_frame_that_the_cache_has_no_room_for_leaves_nothing(tmp_path, m
             assert (await client.get(version_path(0, 0))).status_code == 507
         assert not list(tmp_path.rglob("*.whole*"))
         assert (await client.get(version_path(0, 0))).status_code == 200
+
+
+@in_a_loop
+async def test_a_frame_that_was_overtaken_while_it_was_encoded_leaves_nothing(tmp_path):
+    async with served(tmp_path, joined=True) as (bench, client):
+        weights = bench.state.weights
+        async with weights._turn:  # As while the frame of another fragment is encoded.
+            asked = asyncio.create_task(client.get(version_path(0, 0)))
+            while (0, 0) not in weights._encoding:
+                await asyncio.sleep(0)
+            for _ in range(3):
+                await bench.round(0)
+        answer = await asked
+        assert answer.status_code == 410 and "3 is the newest" in answer.text
+        assert not list(tmp_path.rglob("*.whole*"))
+        assert (await client.get(version_path(0, 3))).status_code == 200
+        assert len(list(tmp_path.rglob("*.whole"))) == 1
