@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from diloco_cli.cli.app import main
 from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.net.credentials import load_credentials
 from diloco_cli.server.access.issue import CredentialFolder
 from diloco_cli.server.access.tokens import TokenList, hash_of, read_entries
 from diloco_cli.server.refusals import HttpRefusal
@@ -94,6 +97,51 @@ def test_a_renewal_leaves_a_day_and_a_revocation_none(here: Path):
     assert len(credentials.revoke("upload", "paris")) == 2
     assert credentials.revoke("upload", "paris") == []
     assert state(first, now) == state(second, now) == "revoked-credential"
+
+
+class Killed(BaseException):
+    """Stands for the end of the process, which no handler catches."""
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, rename: int, work: Callable[[], object]) -> bool:
+    """Does the work as a process that dies before one of its renames; False if it made fewer."""
+    made, real = itertools.count(), os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if next(made) == rename:
+            raise Killed
+        real(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", replace)
+        try:
+            work()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("renew", [False, True])
+def test_whatever_a_crash_leaves_of_a_bundle_the_next_one_is_whole(
+    here: Path, monkeypatch: pytest.MonkeyPatch, renew: bool
+):
+    credentials = CredentialFolder(here / "certs")
+    run, seen = credentials.entries()[0], 0
+    for rename in itertools.count():
+        name, home = f"paris-{rename}", here / f"certs/regions/paris-{rename}"
+        if renew:
+            credentials.issue("upload", name, 30, renew=False)
+        issue = functools.partial(credentials.issue, "upload", name, 30)
+        if not killed_at(monkeypatch, rename, functools.partial(issue, renew=renew)):
+            break
+        seen += 1
+        issue(renew=False)
+        mended = load_credentials(home)
+        mended.context()  # Raises where the certificate and the key are not of one pair.
+        caller = TokenList(here / "certs/tokens.json", run).who(mended.token)
+        assert str(caller) == f"upload:{name}"
+        assert issue(renew=False) is None
+    assert seen >= 5
 
 
 def test_an_expired_certificate_of_the_server_is_made_anew(here: Path):

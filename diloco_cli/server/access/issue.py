@@ -84,9 +84,7 @@ class CredentialFolder:
                 f"{name!r} cannot be a name.", hint="Names are small letters, digits, - and _."
             )
         with self._open():
-            live = self._live(role, name)
-            whole = all((bundle(self.folder, role, name) / file).exists() for file in _BUNDLE)
-            if live and whole and not renew:
+            if self._whole(role, name) and not renew:
                 return None
             return self._issue(role, name, days)
 
@@ -149,10 +147,22 @@ class CredentialFolder:
     def _pair(self) -> KeyPair:
         return authority.read_pair(self.folder / "ca.pem", self.folder / "ca.key")
 
-    def _live(self, role: Role, name: str) -> bool:
+    def _live(self, role: Role, name: str) -> list[TokenEntry]:
+        """What of a name's is valid."""
         now, (_, entries) = time.time(), read_entries(self.tokens)
         mine = [entry for entry in entries if (entry.role, entry.name) == (role, name)]
-        return any(entry.state(now) == "valid" for entry in mine)
+        return [entry for entry in mine if entry.state(now) == "valid"]
+
+    def _whole(self, role: Role, name: str) -> bool:
+        """Whether the files of a name are there and open something: a crash may have parted them."""
+        home = bundle(self.folder, role, name)
+        try:
+            token = (home / "token").read_text("utf-8", "replace").strip()
+        except OSError:
+            return False
+        if not all((home / file).exists() for file in _BESIDE):
+            return False
+        return hash_of(token) in {entry.sha256 for entry in self._live(role, name)}
 
     def _issue(self, role: Role, name: str, days: int) -> TokenEntry:
         run, entries = read_entries(self.tokens)
@@ -170,9 +180,10 @@ class CredentialFolder:
         make_folder(home)
         with disk_errors(home / "ca.pem"):
             keep_bytes(home / "ca.pem", (self.folder / "ca.pem").read_bytes())
-        authority.keep_pair(made, home / "client.pem", home / "client.key")
+        # Before the pair: a token that is listed then says that the pair is its own.
         with disk_errors(home / "token"):
             keep_bytes(home / "token", token.encode() + b"\n")
+        authority.keep_pair(made, home / "client.pem", home / "client.key")
         # Last, so that what a crash leaves behind opens nothing.
         before = ended(entries, role, name, now + OVERLAP_SECONDS)
         keep_entries(self.tokens, run, [*before, entry])
@@ -186,4 +197,4 @@ class CredentialFolder:
             keep_bytes(self.folder / "revoked.pem", made)
 
 
-_BUNDLE = ("ca.pem", "client.pem", "client.key", "token")
+_BESIDE = ("ca.pem", "client.pem", "client.key")
