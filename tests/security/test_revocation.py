@@ -141,6 +141,18 @@ def test_files_that_cannot_be_used_leave_the_old_ones_in_place(running: Guarded)
         assert asked.get("/v1/status").status_code == 200
 
 
+def test_what_could_not_be_loaded_once_is_loaded_when_it_can_be(running: Guarded):
+    credentials, told = running.vault.credentials, running.said.count(CHANGED)
+    entries = credentials.tokens.read_bytes()
+    credentials.tokens.unlink()
+    os.utime(credentials.folder / "revoked.pem")
+    running.until("tokens.json is missing")
+    credentials.tokens.write_bytes(entries)
+    credentials.tokens.chmod(0o600)
+    running.until(CHANGED, told + 1)
+    assert running.said.count("tokens.json is missing") == 1
+
+
 def _shown(url: str) -> str:
     host, port = url.removeprefix("https://").split(":")
     return ssl.get_server_certificate((host, int(port)))

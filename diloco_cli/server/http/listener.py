@@ -28,6 +28,9 @@ from diloco_cli.server.http.idle import connections, cut
 
 BACKLOG = 1024
 
+START_SECONDS = 10.0
+"""A listener that answers nothing for so long is given up."""
+
 # Windows bound the bytes on the way in one direction: at 100 ms, four connections of 8 MiB each
 # are 2.7 Gbit/s, and few kernels buffer as much. Measured with 1 MiB, granian's default: 12.5 MB/s
 # at 50 ms, whatever the line can do; with 64 MiB an upload on one machine is a seventh slower,
@@ -82,6 +85,9 @@ def _bound(kind: int, where: Any) -> socket.socket:
         # Connections inherit it. Without, the end of a streamed answer waits 40 ms for an
         # acknowledgement that the client delays.
         taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A socket and its duplicates block together, or none does; one that began to would hold
+        # up the listener that has another, in whose event loop it waits for connections.
+        taken.setblocking(False)
         taken.bind(where)
         taken.listen(BACKLOG)
     except BaseException:
@@ -148,14 +154,23 @@ class Listener(Server):
     async def start(self) -> None:
         """Returns once requests are answered."""
         self._serving = asyncio.create_task(self.serve())
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + START_SECONDS
         healthy = _answers_tls if self._tls else _healthy
-        while not await healthy(self._host, self._port):
-            if self._serving.done() or time.monotonic() > deadline:
-                where = f"{self._host}:{self._port}"
-                raise RunFailed(f"The server on {where} does not answer its own requests.")
+        answered = False
+        while not (answered or self._serving.done() or time.monotonic() > deadline):
             await asyncio.sleep(0.01)
+            answered = await healthy(self._host, self._port)
+        # What answered may be the listener before this one, which has the same port.
+        if self._serving.done() or not answered:
+            raise RunFailed(self._given_up())
         self._own = _threads() - self._others
+
+    def _given_up(self) -> str:
+        """Says why it is given up, and lets nothing of it go on."""
+        self.stop()
+        ended = self._serving if self._serving and self._serving.done() else None
+        reason = f": {error}" if ended and (error := ended.exception()) else ""
+        return f"The server on {self._host}:{self._port} does not answer its own requests{reason}."
 
     async def end(self, *, seconds: float = 2.0, alone: bool = True) -> None:
         """Stops listening, tells clients to go, and cuts those that do not hear.

@@ -122,6 +122,7 @@ class TlsListener:
         self._app, self._taken, self._certificates = app, taken, certificates
         self._sweeper = IdleConnections(taken.getsockname()[1], app.met, idle=idle)
         self._seen = certificates.seen() if certificates else ()
+        self._trouble: tuple[object, str] | None = None
         self._listener = self._make()
         self._watching: list[asyncio.Task[None]] = []
 
@@ -152,6 +153,7 @@ class TlsListener:
                 await self._look(self._certificates)
 
     async def _look(self, certificates: Certificates) -> None:
+        seen = ()
         try:
             seen = certificates.seen()
             if seen == self._seen:
@@ -160,13 +162,16 @@ class TlsListener:
             await asyncio.sleep(LOOK_SECONDS / 4)
             if seen != certificates.seen():
                 return
-            self._seen = seen
             certificates.check()
             following = self._make()
             await following.start()
         except (DilocoError, OSError) as error:
-            log.warning(f"the new certificates are not used: {error}")
+            # Tried again at the next look: what was missing need not be one of these files.
+            if (trouble := (seen, str(error))) != self._trouble:
+                log.warning(f"the new certificates are not used: {error}")
+            self._trouble = trouble
             return
+        self._seen, self._trouble = seen, None
         before, self._listener = self._listener, following
         await before.end(alone=False)
         log.info("the certificates have changed and are in use")
