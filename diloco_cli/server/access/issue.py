@@ -154,7 +154,7 @@ class CredentialFolder:
         return [entry for entry in mine if entry.state(now) == "valid"]
 
     def _whole(self, role: Role, name: str) -> bool:
-        """Whether the files of a name are there and open something: a crash may have parted them."""
+        """Whether the files of a name are there and open something; a crash may part them."""
         home = bundle(self.folder, role, name)
         try:
             token = (home / "token").read_text("utf-8", "replace").strip()
