@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from diloco_cli.observe.status import ENDED, RegionStatus, RegionSummary, Status
 from diloco_cli.observe.terminal import ProgressDisplay
 from diloco_cli.run.folder import cannot_write, last_summary
 from diloco_cli.run.goal import StopCondition
+from diloco_cli.system.files import keep_bytes
 from diloco_cli.system.locks import FileLock
 from diloco_cli.system.process_end import LastWords, exit_in_words
 from diloco_cli.system.wakeup import Signals
@@ -434,9 +434,7 @@ def error_like(code: int, who: str, words: LastWords) -> DilocoError:
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(document, indent=2) + "\n")
-    os.replace(draft, path)
+    keep_bytes(path, json.dumps(document, indent=2).encode() + b"\n", mode=0o644)
 
 
 def _first_line(text: str) -> str:

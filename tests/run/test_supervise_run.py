@@ -308,6 +308,29 @@ def test_a_goal_stops_the_run_and_that_is_a_success(run_of):
     assert run.summary().why == "reached --until tokens=10"
 
 
+def test_the_summary_is_flushed_before_it_takes_the_place_of_the_last_one(
+    run_of, tmp_path, monkeypatch
+):
+    flushed, replaced = [], []
+    fsync, replace_file = os.fsync, os.replace
+
+    def flush(handle):
+        flushed.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def take_place(draft, path):
+        if Path(path).name == "summary.json":
+            replaced.append(os.stat(draft).st_ino in flushed)
+            flushed.clear()
+        replace_file(draft, path)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", take_place)
+    assert run_of(goal=StopCondition("tokens", 10)).run() == 0
+    assert replaced == [True], "the draft, before it is renamed"
+    assert tmp_path.stat().st_ino in flushed, "the name, after that"
+
+
 def test_a_folder_that_cannot_be_written_is_said_to_be_so(run_of, tmp_path):
     (tmp_path / "logs").write_text("in the way")
     with pytest.raises(StoreError, match="cannot be written"):
