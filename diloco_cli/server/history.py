@@ -1,7 +1,7 @@
 """Keeps the history of the run: two samples a second, on disk every minute.
 
 It only looks on. A history that cannot be read is begun anew, one that cannot be written is
-tried again a minute later; neither holds up a round.
+tried again a minute later, and an error of its own costs one sample; none holds up a round.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ class HistoryRecorder:
         self._path, self._note = folder / NAME, note
         self._coordinator: Coordinator | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._said: set[str] = set()
+        """Where an error came from that was reported: it may come twice a second."""
         try:
             self.history.load(self._path.read_bytes())
         except FileNotFoundError:
@@ -47,7 +51,8 @@ class HistoryRecorder:
     def note(self, kind: str, **fields: Any) -> None:
         """Takes an event of the server and passes it on."""
         at = self._coordinator.state.seconds if self._coordinator else 0.0
-        self.history.note(kind, fields, at, time.time())
+        with self._reported():
+            self.history.note(kind, fields, at, time.time())
         self._note(kind, **fields)
         if kind in ("evaluated", "evaluated-ema") and self._coordinator:
             self.sample(self._coordinator)  # The next second may bring another one.
@@ -66,6 +71,10 @@ class HistoryRecorder:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def sample(self, coordinator: Coordinator) -> None:
+        with self._reported():
+            self._sample(coordinator)
+
+    def _sample(self, coordinator: Coordinator) -> None:
         state = coordinator.state
         at = state.seconds
         self.history.sample(at, build_status(coordinator, ""))
@@ -81,8 +90,9 @@ class HistoryRecorder:
         await self._write_beside()
 
     async def _write_beside(self) -> None:
-        # The copy is made here, where nothing changes meanwhile; a disk may be slow.
-        await asyncio.to_thread(self._write, self.history.snapshot())
+        with self._reported():
+            # The copy is made here, where nothing changes meanwhile; a disk may be slow.
+            await asyncio.to_thread(self._write, self.history.snapshot())
 
     def _write(self, arrays: Mapping[str, np.ndarray]) -> None:
         """A full disk costs the picture of a minute."""
@@ -90,3 +100,16 @@ class HistoryRecorder:
             keep_bytes(self._path, packed(arrays))
         except OSError as error:
             log.warning(f"{self._path}: {error}; the curves are not kept")
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Logs what goes wrong instead of raising it: the run does not need its picture."""
+        try:
+            yield
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}, line {place.lineno}"
+            if where not in self._said:
+                self._said.add(where)
+                what = f"{type(error).__name__}: {error} ({where})"
+                log.warning(f"the curves lack something: {what}; the run goes on, please report it")

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+from typing import Any
 
+from diloco_cli.server import history
 from diloco_cli.server.history import NAME, HistoryRecorder
-from tests.server.harness import Bench, in_a_loop
+from tests.server.harness import Bench, close_server, in_a_loop
 
 
 def warnings(caplog):
@@ -46,3 +48,47 @@ def test_a_disk_that_takes_nothing_costs_the_picture_and_no_more(tmp_path, caplo
     recorder = HistoryRecorder(tmp_path / "gone", 2, lambda kind, **fields: None)
     asyncio.run(recorder.keep())
     assert any("not kept" in each for each in warnings(caplog))
+
+
+@in_a_loop
+async def test_a_sample_that_fails_is_said_once_and_the_next_ones_are_taken(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(history, "SAMPLE_SECONDS", 0.0)
+    bench = Bench(tmp_path / "run")
+    await bench.join()
+    await bench.round(0)
+    recorder = HistoryRecorder(tmp_path, 2, lambda kind, **fields: None)
+    for kind, fields in bench.noted:
+        recorder.note(kind, **fields)
+    rounds: list[Any] = recorder.history.rounds.all
+    for record in rounds:
+        record.version = "one"  # As a file may say that another release wrote.
+    sampling = asyncio.create_task(recorder.run(bench.server))
+    rows = recorder.history.run.rows
+    async with asyncio.timeout(20):
+        for seconds in range(1, 4):
+            bench.clock.now += seconds
+            for name in bench.regions:
+                await bench.beat(name)
+            while recorder.history.run.rows == rows and not sampling.done():
+                await asyncio.sleep(0)
+            rows = recorder.history.run.rows
+            await bench.round(0)
+    assert not sampling.done()
+    [said] = warnings(caplog)
+    assert "TypeError" in said and "history.py" in said, said
+    recorder.note("called", fragment="none")
+    assert len(warnings(caplog)) == 2, "nor does an event that cannot be drawn hold up the server"
+    sampling.cancel()
+    await close_server(bench.server)
+
+
+@in_a_loop
+async def test_curves_that_cannot_be_written_do_not_keep_the_server_from_ending(tmp_path, caplog):
+    recorder = HistoryRecorder(tmp_path, 2, lambda kind, **fields: None)
+    events: Any = recorder.history.events
+    events.append((0.0, "joined", "paris", {1, 2}))
+    await recorder.keep()
+    [said] = warnings(caplog)
+    assert "TypeError" in said
