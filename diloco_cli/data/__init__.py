@@ -21,12 +21,20 @@ Importing this package registers every kind.
 from diloco_cli.data import hf_tokenizer, own_loader, small_corpora, text, tokens
 from diloco_cli.data.heldout import HeldoutText, NamesHeldout
 from diloco_cli.data.order import Corpus, ReadingOrder, Stream, next_windows, shuffled
-from diloco_cli.data.protocol import Dataset, NamesTokenizer, Tokenizer, datasets, tokenizers
+from diloco_cli.data.protocol import (
+    Dataset,
+    LooksAhead,
+    NamesTokenizer,
+    Tokenizer,
+    datasets,
+    tokenizers,
+)
 
 __all__ = [
     "Corpus",
     "Dataset",
     "HeldoutText",
+    "LooksAhead",
     "NamesHeldout",
     "NamesTokenizer",
     "ReadingOrder",

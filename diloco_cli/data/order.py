@@ -166,6 +166,40 @@ def _shared_out(slots: int, weights: Sequence[float]) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Enough:
+    """How much text there must be at least for so many lanes and sequences so long."""
+
+    lanes: int
+    sequence: int
+
+    @property
+    def training(self) -> int:
+        """Tokens; a window for every lane."""
+        return self.sequence * (self.lanes + 1) + 1
+
+    @property
+    def apart(self) -> int:
+        """Tokens; one sequence and the token after it."""
+        return self.sequence + 1
+
+    def check(self, training: int, apart: int, *, windows: int | None = None) -> None:
+        """Raises a SpecError that says how many tokens are missing."""
+        windows = _windows(training, self.sequence) if windows is None else windows
+        if windows < self.lanes:
+            raise SpecError(
+                f"data: {training} tokens to train on are too few for {self.lanes} lanes "
+                f"with sequences of {self.sequence}; at least {self.training} are needed.",
+                hint="Give more text, shorten `inner.sequence`, or lower `data.lanes`; there is "
+                "at least one for each region.",
+            )
+        if apart < self.apart:
+            raise SpecError(
+                f"data: the held-out part has {apart} tokens, one sequence takes {self.apart}.",
+                hint="Give more text, shorten `inner.sequence`, or raise `data.heldout`.",
+            )
+
+
+@dataclass(frozen=True)
 class Stream:
     """One region's batches, in an order fixed by the seed."""
 
@@ -192,21 +226,8 @@ class Stream:
         vocabulary: int | None = None,
     ) -> Stream:
         """Makes one that has enough to read; raises a SpecError that says how much is missing."""
-        lanes, sequence = order.named.lanes, order.sequence
-        if order.windows < lanes:
-            needed = sequence * (lanes + 1) + 1
-            raise SpecError(
-                f"data: {training.size} tokens to train on are too few for {lanes} lanes "
-                f"with sequences of {sequence}; at least {needed} are needed.",
-                hint="Give more text, shorten `inner.sequence`, or lower `data.lanes`; there is "
-                "at least one for each region.",
-            )
-        if apart.size < sequence + 1:
-            raise SpecError(
-                f"data: the held-out part has {apart.size} tokens, one sequence takes "
-                f"{sequence + 1}.",
-                hint="Give more text, shorten `inner.sequence`, or raise `data.heldout`.",
-            )
+        enough = Enough(order.named.lanes, order.sequence)
+        enough.check(training.size, apart.size, windows=order.windows)
         return cls(training, apart, order, batch, separator=separator, vocabulary=vocabulary)
 
     def start(self, position: int = 0) -> Cursor:

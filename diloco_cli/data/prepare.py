@@ -270,14 +270,12 @@ class _Batch:
 
 def _batches(what: Preparation, reached: Reached) -> Iterator[_Batch]:
     """Documents of one source at a time, from where the files end."""
-    limit = int(what.share * 2**64)
     for number in range(reached.source, len(what.sources)):
         first = reached.document if number == reached.source else 0
         batch, letters = _Batch(number, first, [], []), 0
         for text in documents(what.sources[number], what.field, first):
             batch.texts.append(text)
-            hashed = xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace"))
-            batch.apart.append(hashed < limit)
+            batch.apart.append(is_held_out(text, what.share))
             letters += len(text)
             if letters >= what.letters or len(batch.texts) >= DOCUMENTS:
                 yield batch
@@ -285,6 +283,11 @@ def _batches(what: Preparation, reached: Reached) -> Iterator[_Batch]:
                 batch, letters = _Batch(number, after, [], []), 0
         batch.last = True
         yield batch
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a document is, where that share of all documents is to be."""
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) < int(share * 2**64)
 
 
 def _gathered(batches: Iterator[_Batch], letters: int) -> Iterator[list[_Batch]]:

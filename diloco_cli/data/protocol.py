@@ -48,5 +48,14 @@ class NamesTokenizer(Protocol):
         ...
 
 
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A dataset that can tell in seconds whether `open` would find enough text; optional."""
+
+    def look(self, sequence: int) -> None:
+        """Raises a SpecError that says what is missing, as far as that is known before a start."""
+        ...
+
+
 tokenizers: Registry[Tokenizer] = Registry("tokenizer")
 datasets: Registry[Dataset] = Registry("dataset")

@@ -18,11 +18,11 @@ from pydantic import Field
 from diloco_cli.core.lanes import LANES
 from diloco_cli.data.heldout import HeldoutText
 from diloco_cli.data.hf_tokenizer import HfTokenizer
-from diloco_cli.data.order import Stream
+from diloco_cli.data.order import Enough, Stream
 from diloco_cli.data.patterns import matching_files
-from diloco_cli.data.prepare import Preparation, prepare
+from diloco_cli.data.prepare import Preparation, is_held_out, prepare
 from diloco_cli.data.protocol import datasets
-from diloco_cli.data.sources import Form, TextSource
+from diloco_cli.data.sources import Form, TextSource, documents
 from diloco_cli.data.text import Lanes, Tokenized, build_tokenizer
 from diloco_cli.data.tokens import PreparedTokens
 from diloco_cli.errors import RegistryError, SpecError
@@ -87,17 +87,46 @@ class SmallCorpus(Tokenized):
     def held_out(self) -> HeldoutText:
         return self._prepared().held_out()
 
-    def _prepared(self) -> PreparedTokens:
-        """The tokens, made now if no process of this host has made them before."""
+    def look(self, sequence: int) -> None:
+        """Reads documents until there are enough tokens to train on and to hold out."""
+        opened = self._tokenizer().opened()
+        enough = Enough(self.lanes, sequence)
+        needed, found = (enough.training, enough.apart), [0, 0]
+        count, alike, first = 0, True, None
+        for path in self._paths():
+            for text in documents(TextSource.of(path), self.field):
+                count, first = count + 1, text if first is None else first
+                alike = alike and text == first
+                apart = is_held_out(text, self.heldout)
+                if found[apart] < needed[apart]:
+                    # With the token that ends the document.
+                    found[apart] += sum(tokens.size for tokens in opened.encode([text])) + 1
+                if found[0] >= needed[0] and found[1] >= needed[1]:
+                    return
+        if alike and count > 1:
+            raise _alike(count, held_out=not found[0])
+        enough.check(*found)
+
+    def _tokenizer(self) -> HfTokenizer:
+        built = build_tokenizer(self.tokenizer)
+        assert isinstance(built, HfTokenizer)
+        return built
+
+    def _paths(self) -> list[Path]:
+        """The files, unless they are too large for this kind."""
         paths = self.find()
-        sizes = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
-        if (total := sum(size for _, size, _ in sizes)) > LARGEST:
+        if (total := sum(path.stat().st_size for path in paths)) > LARGEST:
             raise SpecError(
                 f"data: {bytes_(total)} of files are too many to tokenize at every start.",
                 hint="`diloco data prepare` does it once; then `data: {kind: tokens}`.",
             )
-        opened = build_tokenizer(self.tokenizer)
-        assert isinstance(opened, HfTokenizer)
+        return paths
+
+    def _prepared(self) -> PreparedTokens:
+        """The tokens, made now if no process of this host has made them before."""
+        paths = self._paths()
+        sizes = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+        opened = self._tokenizer()
         key = json.dumps(
             [sizes, self.tokenizer["digest"], opened.separator, self.field, self.heldout]
         )
@@ -114,6 +143,15 @@ class SmallCorpus(Tokenized):
             )
         )
         return PreparedTokens(folder=str(folder), mask=self.mask, lanes=self.lanes)
+
+
+def _alike(count: int, *, held_out: bool) -> SpecError:
+    both = ("held out", "trained on") if held_out else ("trained on", "held out")
+    return SpecError(
+        f"data: all {count} documents are alike, so all are {both[0]} and none is {both[1]}.",
+        hint="Which documents are held out follows from their text alone: give documents that "
+        "differ.",
+    )
 
 
 @datasets.register("jsonl")

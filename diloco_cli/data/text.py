@@ -17,7 +17,7 @@ from pydantic import Field
 from diloco_cli.core.lanes import LANES, MOST_LANES
 from diloco_cli.data.first_bytes import refuse_other_kinds
 from diloco_cli.data.heldout import HeldoutText
-from diloco_cli.data.order import Corpus, ReadingOrder, Stream
+from diloco_cli.data.order import Corpus, Enough, ReadingOrder, Stream
 from diloco_cli.data.patterns import matching_files
 from diloco_cli.data.protocol import Tokenizer, datasets, tokenizers
 from diloco_cli.errors import RegistryError, SpecError
@@ -64,9 +64,15 @@ class _TextFiles(Tokenized, ABC):
     """Files that are tokenized as they are read."""
 
     heldout: float
+    lanes: int
 
     @abstractmethod
     def find(self) -> list[Path]: ...
+
+    def look(self, sequence: int) -> None:
+        if self.tokenizer["kind"] == "bytes":  # Any other has to read all of it to know.
+            held = self.held_out()
+            Enough(self.lanes, sequence).check(held.of - held.bytes, held.bytes)
 
     def open(self, seed: int, batch: int, sequence: int) -> Stream:
         return _open(self, seed, batch, sequence)

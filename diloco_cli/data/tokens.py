@@ -163,6 +163,9 @@ class PreparedTokens:
             vocabulary=self.vocabulary,
         )
 
+    def look(self, sequence: int) -> None:
+        self.open(0, 1, sequence)
+
     def held_out(self) -> HeldoutText:
         opened = list(zip(self.folders, map(self._opened, self.find()), strict=True))
         prefix = [f"{name}/" if len(opened) > 1 else "" for name, _ in opened]

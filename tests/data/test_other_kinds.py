@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,9 @@ def test_small_corpora_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(small_corpora, "LARGEST", 100)
     with pytest.raises(SpecError, match="too many to tokenize at every start"):
         datasets.build(asked(tmp_path, "jsonl")).open(0, 4, 8)
+    looking: Any = datasets.build(asked(tmp_path, "jsonl"))
+    with pytest.raises(SpecError, match="too many to tokenize at every start"):
+        looking.look(8)
 
 
 LOADER = """

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from typer.testing import CliRunner
 
 from diloco_cli.assemble import load_run
 from diloco_cli.cli.app import app
+from diloco_cli.data.prepare import prepare
 from diloco_cli.errors import SpecError
 from diloco_cli.run.doctor.before_start import accelerators, before_start, refuse_unready
 from tests.cli.harness import SPEC, diloco
-from tests.data.corpora import write_tokenizer
+from tests.data.corpora import documents, preparation, write_lines, write_tokenizer
 
 
 def write_spec(folder: Path, data: str, name: str = "run.yaml") -> Path:
@@ -120,13 +122,96 @@ def test_bytes_that_hardly_are_text_are_warned_of(tmp_path, content, said):
     ],
 )
 def test_json_lines_are_sampled_before_anything_is_started(tmp_path, capsys, line, more, said):
+    spec = write_documents(tmp_path, [], more)
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n' + f"{line}\n" * 50)
-    write_tokenizer(tmp_path, name="t.json")
+    code, _, told = diloco(capsys, "run", spec)
+    assert code == 2 and said in told and not (tmp_path / "runs").exists()
+
+
+def write_documents(folder: Path, texts: list[str], more: str = "") -> Path:
+    (folder / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_tokenizer(folder, name="t.json")
     text = SPEC.replace("heads: 2", "heads: 2, vocabulary: 320")
     data = f"{{kind: jsonl, files: [c.jsonl], tokenizer: {{kind: hf, file: t.json}}{more}}}"
-    (tmp_path / "run.yaml").write_text(text.replace("{kind: python-source}", data))
-    code, _, told = diloco(capsys, "run", tmp_path / "run.yaml")
+    (folder / "run.yaml").write_text(text.replace("{kind: python-source}", data))
+    return folder / "run.yaml"
+
+
+@pytest.mark.parametrize(
+    "texts, more, said, hint",
+    [
+        (
+            ["All work and no play. " * 20] * 400,
+            "",
+            "all 400 documents are alike, so all are trained on and none is held out",
+            "follows from their text alone",
+        ),
+        (
+            ["All work and no play. " * 20] * 400,
+            ", heldout: 0.9999999",
+            "all 400 documents are alike, so all are held out and none is trained on",
+            "follows from their text alone",
+        ),
+        (
+            documents(400),
+            ", heldout: 0.000001",
+            "held-out part has 0 tokens",
+            "raise `data.heldout`",
+        ),
+        (documents(40), ", heldout: 0.5", "too few for 64 lanes", "lower `data.lanes`"),
+    ],
+)
+def test_documents_of_which_too_little_is_held_out_or_left_are_found_before_the_start(
+    tmp_path, capsys, texts, more, said, hint
+):
+    spec = write_documents(tmp_path, texts, more)
+    code, _, told = diloco(capsys, "run", spec)
+    assert code == 2 and said in told and hint in told and not (tmp_path / "runs").exists()
+
+
+def test_documents_that_are_enough_are_read_no_further_than_needed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = documents(4000)
+    spec = write_documents(tmp_path, texts)
+    assert looked(spec, tmp_path / "none") == []
+    with (tmp_path / "c.jsonl").open("a") as file:
+        file.write("not JSON, which whoever reads this far would find\n")
+    assert looked(spec, tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    "sizes, more, said",
+    [
+        ({"a.txt": 600}, "lanes: 4", "the held-out part has 30 tokens, one sequence takes 33"),
+        ({"a.txt": 1_980}, "heldout: 0.1", "1782 tokens to train on are too few for 64 lanes"),
+    ],
+)
+def test_text_that_is_too_short_is_found_before_the_start(tmp_path, capsys, sizes, more, said):
+    write_corpus(tmp_path / "corpus", sizes)
+    spec = write_spec(tmp_path, f"files: ['corpus/*'], {more}")
+    code, _, told = diloco(capsys, "run", spec)
     assert code == 2 and said in told and not (tmp_path / "runs").exists()
+
+
+def test_text_must_be_enough_for_the_longest_sequence_of_a_region(tmp_path, capsys):
+    write_corpus(tmp_path / "corpus", {"a.txt": 20_000})
+    spec = write_spec(tmp_path, "files: ['corpus/*']")
+    longer = "{name: right, inner: {batch: 1, sequence: 512}}"
+    spec.write_text(spec.read_text().replace("{name: right}", longer))
+    code, _, told = diloco(capsys, "run", spec)
+    assert code == 2 and "too few for 64 lanes with sequences of 512" in told
+    assert not (tmp_path / "runs").exists()
+
+
+def test_prepared_tokens_without_a_held_out_part_are_found_before_the_start(tmp_path, capsys):
+    write_lines(tmp_path / "docs" / "c.jsonl", ["All work and no play. " * 20] * 400)
+    prepare(preparation(tmp_path / "docs", tmp_path / "tokens"))
+    text = SPEC.replace("heads: 2", "heads: 2, vocabulary: 320")
+    spec = tmp_path / "run.yaml"
+    spec.write_text(text.replace("{kind: python-source}", "{kind: tokens, folder: tokens}"))
+    code, _, told = diloco(capsys, "run", spec)
+    assert code == 2 and "the held-out part has 0 tokens" in told
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_disk_without_the_reserve_is_refused_unless_the_run_has_begun(tmp_path):

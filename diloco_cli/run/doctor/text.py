@@ -1,4 +1,4 @@
-"""Is the text that regions are to read there, and is it what it is taken for?"""
+"""Is the text that regions are to read there, is it what it is taken for, and is it enough?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from diloco_cli.data import NamesHeldout, datasets
+from diloco_cli.data import LooksAhead, NamesHeldout, datasets
 from diloco_cli.data.first_bytes import HINTS, LOOKED_AT, kind_of
 from diloco_cli.data.heldout import HeldoutText
 from diloco_cli.data.small_corpora import SmallCorpus
@@ -29,23 +29,25 @@ SAMPLED = 64
 
 def text(spec: RunSpec, regions: Iterable[str]) -> Iterator[Check]:
     """Looks at the files of these regions, every different `data` once."""
-    looked: list[dict[str, object]] = []
+    looked: list[tuple[dict[str, object], int]] = []
     for name in regions:
-        data = spec.data_of(name)
+        data, sequence = spec.data_of(name), spec.inner_of(name).sequence
         # Whoever has a trainer of its own may read anything.
-        if data in looked or spec.region(name).trainer is not None:
+        if (data, sequence) in looked or spec.region(name).trainer is not None:
             continue
-        looked.append(data)
-        yield from _text(str(data["kind"]), data, name if spec.region(name).data else "")
+        looked.append((data, sequence))
+        yield from _text(data, sequence, name if spec.region(name).data else "")
 
 
-def _text(kind: str, data: dict[str, object], name: str) -> Iterator[Check]:
-    own = f" of {name}" if name else ""
+def _text(data: dict[str, object], sequence: int, name: str) -> Iterator[Check]:
+    kind, own = str(data["kind"]), f" of {name}" if name else ""
     try:
         dataset = datasets.build(data)
         files = dataset.find()
         if isinstance(dataset, SmallCorpus):
             _sample(files, dataset.field)
+        if isinstance(dataset, LooksAhead):
+            dataset.look(sequence)
         heldout = None
         if kind in READ_AT_ONCE and isinstance(dataset, NamesHeldout):
             heldout = dataset.held_out()
