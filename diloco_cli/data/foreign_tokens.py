@@ -118,6 +118,12 @@ def _megatron(path: Path, beside: Path) -> ForeignFile:
     _check_size(beside, len(data), 34 + sequences * 12 + documents * 8)
     lengths = np.frombuffer(data, "<i4", sequences, 34)
     firsts = np.frombuffer(data, "<i8", documents, 34 + sequences * 12)
+    if (beyond := (firsts < 0) | (firsts > sequences)).any():
+        raise StoreError(
+            f"{beside} is damaged: it says that a document begins at sequence "
+            f"{firsts[beyond][0]}, there are {sequences}.",
+            hint=_AGAIN,
+        )
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     dtype = np.dtype(MEGATRON_TYPES[code])
     _check_size(path, path.stat().st_size, int(ends[-1]) * dtype.itemsize)

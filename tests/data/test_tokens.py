@@ -259,6 +259,16 @@ def test_a_truncated_file_of_other_programs_is_refused(tmp_path: Path, write):
         opened({"folder": str(tmp_path), "vocabulary": 500})
 
 
+@pytest.mark.parametrize("documents", [(0, 81), (0, -82), (0, 1 << 40)])
+def test_an_index_that_points_beyond_its_file_is_refused(tmp_path: Path, documents):
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 80, 2)
+    parts = (head, np.full(80, 50, "<i4").tobytes(), bytes(640), struct.pack("<2q", *documents))
+    (tmp_path / "web.idx").write_bytes(b"".join(parts))
+    TOKENS.astype("<i4").tofile(tmp_path / "web.bin")
+    with pytest.raises(StoreError, match=r"web\.idx is damaged: it says that a document begins at"):
+        opened({"folder": str(tmp_path), "vocabulary": 500})
+
+
 def test_unknown_binary_files_are_not_taken_for_tokens(tmp_path: Path):
     (tmp_path / "weights.bin").write_bytes(bytes(1000))
     with pytest.raises(SpecError, match=r"weights.bin is no file of tokens"):
