@@ -192,7 +192,7 @@ def _lines(source: TextSource, field: str, skip: int) -> Iterator[str]:
 def _field(line: bytes, field: str, where: str) -> str:
     try:
         found = json.loads(line.decode("utf-8", "replace"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(
             f"{where}: not JSON: {error}.",
             hint="Every line has one JSON object; a file that is one long list has to be split.",
@@ -204,7 +204,12 @@ def _field(line: bytes, field: str, where: str) -> str:
         )
     if not isinstance(text := found.get(field), str):
         raise _no_field(where, field, text, [key for key in found if isinstance(found[key], str)])
-    return text
+    return _whole_characters(text) if b"\\u" in line else text
+
+
+def _whole_characters(text: str) -> str:
+    """Replaces what an escape left of half a character, which no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _no_field(where: str, field: str, value: object, names: Sequence[str]) -> SpecError:

@@ -10,6 +10,7 @@ import pytest
 import zstandard
 
 from diloco_cli.data.first_bytes import NotText, kind_of
+from diloco_cli.data.prepare import prepare
 from diloco_cli.data.sources import TextSource, documents, find_sources
 from diloco_cli.data.text import Text
 from diloco_cli.errors import SpecError
@@ -82,6 +83,21 @@ def test_a_line_without_the_field_is_named_with_the_fields_it_has(tmp_path: Path
     assert "line 2: not JSON" in refused(TextSource.of(path)).message
     path.write_text('["a"]\n')
     assert "line 1: needs a JSON object, has a list" in refused(TextSource.of(path)).message
+
+
+def test_half_a_character_is_replaced_as_bytes_are_that_are_no_text(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "cut \\ud83d"}\n{"text": "whole \\ud83d\\ude00, \\uDE00\\n"}\n')
+    texts = list(documents(TextSource.of(path)))
+    assert texts == ["cut \ufffd", "whole \U0001f600, \ufffd\n"]
+    corpora.write_lines(tmp_path / "docs" / "b.jsonl", [*TEXTS, "cut \ud83d"])
+    assert prepare(corpora.preparation(tmp_path / "docs", tmp_path / "out")).documents
+
+
+def test_a_line_of_brackets_without_end_is_named(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n' + "[" * 200_000 + "\n")
+    assert "line 2: not JSON: " in refused(TextSource.of(path)).message
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a-stream.arrow"])
