@@ -124,15 +124,15 @@ def summary_of(status: Status) -> dict[str, Any]:
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    text = _text(path)
     try:
-        return json.loads(text) if text else {}
-    except ValueError:
-        return {}  # Half written by a disk that was full; the rest of the record stands.
+        found = json.loads(_text(path) or "{}")
+    except (ValueError, RecursionError):
+        return {}  # Damaged by a disk that was full or failed; the rest of the record stands.
+    return found if isinstance(found, dict) else {}
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""

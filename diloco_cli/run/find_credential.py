@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -91,11 +91,20 @@ def _from_environment() -> tuple[str, Path | None]:
 
 def _beside(folder: Path) -> Path | None:
     """The operator's credential, where the spec of the run in this folder says it is."""
+    from diloco_cli.errors import StoreError
     from diloco_cli.run.folder import RESOLVED, spec_base
     from diloco_cli.spec.yaml_source import read
 
-    document = read((folder / RESOLVED).read_text("utf-8"), str(folder / RESOLVED))
-    certs = (document.data.get("server") or {}).get("certs")
+    file = folder / RESOLVED
+    # Of another release it may be; what it says besides is not looked at.
+    said: Any = read(file.read_text("utf-8", "replace"), str(file)).data
+    server = said.get("server") if isinstance(said, dict) else ""
+    if not isinstance(server, dict | None):
+        raise StoreError(
+            f"{file} is damaged: it is not the resolved spec of a run.",
+            hint="Restore it from a copy, or name the server by its URL.",
+        )
+    certs = (server or {}).get("certs")
     return _operator(str(spec_base(folder) / certs) if certs else None)
 
 

@@ -75,6 +75,12 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 9, b"[]", b"{"])
+def test_a_run_with_a_damaged_spec_goes_by_the_name_of_its_folder(folder: Path, damage: bytes):
+    (folder / "spec.resolved.yaml").write_bytes(damage)
+    assert ObservedRun(folder).name == "trial"
+
+
 def observed(*words: object, check: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "diloco_cli", "observe", *map(str, words)],

@@ -7,7 +7,7 @@ import pytest
 
 from diloco_cli.assemble import load_run
 from diloco_cli.data.heldout import HeldoutFile, HeldoutText
-from diloco_cli.errors import SpecError
+from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.run.copies import back_up
 from diloco_cli.run.edited_spec import settle_spec
 from diloco_cli.run.find_credential import for_calls
@@ -22,6 +22,14 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("do not lose this")
     with pytest.raises(SpecError, match=r"is not a run folder: it holds thesis\.tex"):
         refuse_foreign(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 9, b"[]", b"5", b"server: 5"])
+def test_a_damaged_spec_of_a_run_is_named_by_who_asks_its_server(tmp_path, damage):
+    (tmp_path / "spec.resolved.yaml").write_bytes(damage)
+    with pytest.raises(StoreError, match=r"spec\.resolved\.yaml is damaged") as told:
+        for_calls(Target("http://127.0.0.1:1", tmp_path), None)
+    assert told.value.hint
 
 
 def test_a_start_that_could_write_nothing_is_no_obstacle(tmp_path):

@@ -261,7 +261,7 @@ def _trained(record: RunRecord) -> str:
 def _settings(text: str) -> Mapping[str, Any]:
     try:
         spec = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return {}
     return spec if isinstance(spec, dict) else {}
 

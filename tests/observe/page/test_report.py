@@ -112,6 +112,16 @@ def test_a_run_without_summary_or_curves_has_a_report_too(tmp_path):
     assert "no summary was written yet" in (tmp_path / "r.html").read_text()
 
 
+@pytest.mark.parametrize("damage", [b"", b"\0\xff" * 9, b"[]", b"null", b"[" * 200_000])
+@pytest.mark.parametrize("name", ["summary.json", "spec.resolved.yaml"])
+def test_a_run_with_a_damaged_file_has_a_report_of_the_rest(tmp_path, name, damage):
+    folder, out = a_run(tmp_path / "run"), tmp_path / "r.html"
+    (folder / name).write_bytes(damage if name == "summary.json" else damage[:1000])
+    assert invoked("report", folder, "--out", out).exit_code == 0
+    assert "class='line" in out.read_text()
+    assert invoked("compare", folder, folder, "--out", out).exit_code == 0
+
+
 def test_two_hundred_regions_with_strange_names_and_a_clock_that_jumped(tmp_path):
     folder, out = a_run(tmp_path / "run", "🦀 <i>run</i> מחוז", seconds=3), tmp_path / "r.html"
     strange = ["x" * 64, "מחוז", "🦀" * 5, "<b>&'", *(f"region-{n}" for n in range(196))]
