@@ -189,6 +189,8 @@ def _finished(what: Preparation, settings: Mapping[str, Any]) -> TokenManifest:
             f"{what.out} was prepared from other files.", hint="Choose another folder with --out."
         )
     check_digests(what.out, manifest)
+    # A call that was killed between its last two steps left it, and nobody would open the folder.
+    (what.out / PROGRESS).unlink(missing_ok=True)
     return manifest
 
 

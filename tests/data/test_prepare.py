@@ -20,6 +20,7 @@ from diloco_cli.data.token_folder import (
     heldout_list,
     open_shards,
 )
+from diloco_cli.data.tokens import open_folder
 from diloco_cli.errors import SpecError, StoreError
 from tests.cli.harness import diloco
 from tests.data import corpora
@@ -126,6 +127,26 @@ def test_killed_and_resumed_it_makes_the_same_bytes(texts: Path, tmp_path: Path)
         path.write_bytes(path.read_bytes() + b"more than progress.json knows of")
     assert prepare(what(texts, out)) == whole
     assert content(out) == content(tmp_path / "whole")
+
+
+def test_killed_as_its_last_step_it_is_finished_by_the_next_call(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole, out, remove = prepare(what(texts, tmp_path / "whole")), tmp_path / "killed", os.unlink
+
+    def die(path: Path, **options: int) -> None:
+        if Path(path).name == "progress.json":
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "unlink", die)
+        prepare(what(texts, out))
+    with pytest.raises(SpecError, match="is not finished") as told:
+        open_folder(out, 0.1)
+    assert "the same `diloco data prepare` again" in (told.value.hint or "")
+    assert prepare(what(texts, out)) == whole
+    assert open_folder(out, 0.1).digest == whole.digest
 
 
 def test_a_finished_folder_is_checked_not_made_again(texts: Path, tmp_path: Path):
