@@ -1,6 +1,7 @@
 """How long until a late loss, on narrow lines and under kills? On a virtual clock, resumable.
 
     nice -n 5 python -m tests.verify.quality.late_loss docs/results/raw/late-loss.jsonl
+    nice -n 5 python -m tests.verify.quality.late_loss docs/results/raw/late-loss.jsonl --rung 123k
     python -m tests.verify.quality.late_loss docs/results/raw/late-loss.jsonl --table \
         --lines docs/results/links-late.png --kills docs/results/goodput-late.png
 
@@ -24,6 +25,7 @@ from statistics import mean
 from typing import Any
 
 from diloco_cli.bench.quality.cells import Cell
+from tests.verify.quality.ladder import LARGE, MIDDLE, SMALL, SWEPT, Rung, scaled
 from tests.verify.results.goodput import finish
 from tests.verify.results.records import reached
 
@@ -36,13 +38,20 @@ SLOWER = (34.0, 85.0)
 KILLS = 324.0
 KILLED = 8
 """Regions, where trainers are killed."""
-RATES = {(0, "adamw"): 1.2e-2, (4, "adamw"): 6e-3, (8, "adamw"): 6e-3}
-"""By regions, from the sweeps of ladder.jsonl: the same effort for all."""
+RUNGS = {rung.name: rung for rung in (SMALL, MIDDLE, LARGE)}
+RATES = {
+    SMALL.name: {0: 1.2e-2, 4: 6e-3, 8: 6e-3},
+    MIDDLE.name: SWEPT,
+    LARGE.name: scaled(SWEPT, LARGE),
+}
+"""Of AdamW, by rung and regions, from the sweeps of ladder.jsonl: the same effort for all."""
 SWEEP = (6e-3, 1.2e-2, 2.4e-2)
 """Of Muon; one more on either side if the best lies at an edge."""
-TOKENS = {34.0: 2.0, 85.0: 3.0, 0.0: 3.0}
+TOKENS = {34.0: 2.0, 85.0: 3.0}
 """By line, times data parallel's: what a decoupled run is given. Twice reached the loss on the seed
 that is not reported, on either line; on the narrower it fell short on one of the others."""
+TOKENS_UNDER_KILLS = {SMALL.name: 3.0, MIDDLE.name: 2.0, LARGE.name: 2.0}
+"""By rung."""
 AGAIN = (0.0, 10.0, 30.0)
 """Seconds in which an elastic job forms again after a death, and everybody stands still."""
 
@@ -67,12 +76,14 @@ class Way:
 class Table:
     """The file, and what is missing in it."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, rung: Rung = SMALL) -> None:
         from diloco_cli.bench.quality.experiment import Budget
         from diloco_cli.bench.quality.runner import read
 
-        self.file = file
-        self.budget = Budget(batch=8, sequence=32, windows=2048).per_parameter(20)
+        self.file, self.rung = file, rung
+        shape = {"layers": rung.layers, "width": rung.width, "heads": rung.heads}
+        budget = Budget(batch=rung.batch, sequence=rung.sequence, windows=rung.windows, **shape)
+        self.budget = budget.per_parameter(rung.tokens_a_parameter)
         self.known: dict[str, dict[str, Any]] = {each["id"]: each for each in read(file)}
 
     def result(self, way: Way, seed: int, rate: float, tokens: float = 1.0) -> dict[str, Any]:
@@ -81,6 +92,8 @@ class Table:
         from diloco_cli.bench.quality.runner import append
 
         name = f"{way.name}, seed {seed}, rate {rate:.3g}, tokens {tokens:g}"
+        if self.rung != SMALL:
+            name = f"{self.rung.name}, {name}"
         if name in self.known:
             return self.known[name]
         settings = (("inner.optimizer", {"kind": way.optimizer, "lr": rate}),)
@@ -96,8 +109,9 @@ class Table:
     def rate(self, way: Way) -> float:
         """The best rate on the seed that is not reported, at data parallel's tokens."""
         plain = Way(way.regions, way.optimizer)
-        if (found := RATES.get((plain.regions, plain.optimizer))) is not None:
-            return found
+        rates = RATES[self.rung.name] if way.optimizer == "adamw" else {}
+        if way.regions in rates:
+            return rates[way.regions]
         losses: dict[float, float] = {}
         for rate in SWEEP:
             losses[rate] = self.result(plain, TUNED_ON, rate).get("loss", float("inf"))
@@ -114,7 +128,8 @@ class Table:
         return at(curve, LATE * self.budget.steps)
 
     def decoupled(self, way: Way, seed: int) -> dict[str, Any]:
-        return self.result(way, seed, self.rate(way), TOKENS[way.slower])
+        tokens = TOKENS_UNDER_KILLS[self.rung.name] if way.kills else TOKENS[way.slower]
+        return self.result(way, seed, self.rate(way), tokens)
 
 
 Curve = list[tuple[float, float]]
@@ -283,8 +298,8 @@ def lines_table(table: Table, seeds: Sequence[int], optimizers: Iterable[str]) -
 
 def kills_table(table: Table, seeds: Sequence[int]) -> str:
     rows = [
-        "| 324 kills an hour, eight regions | tokens kept | seconds to the late loss "
-        "| decoupled is so many times as fast, 95 % |",
+        f"| {table.rung.name}, 324 kills an hour, eight regions | tokens kept "
+        "| seconds to the late loss | decoupled is so many times as fast, 95 % |",
         "| --- | --: | --: | --: |",
     ]
     curves = {seed: killed(table, seed) for seed in seeds}
@@ -385,6 +400,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--inside", default="adamw,muon", help="optimisers of the narrow lines")
     parser.add_argument("--without-kills", action="store_true")
+    parser.add_argument("--rung", choices=RUNGS, help="kills only, with a model of this size")
     parser.add_argument("--lines", type=Path, help="a picture of the narrow lines")
     parser.add_argument("--kills", type=Path, help="a picture of the kills")
     options = parser.parse_args(words)
@@ -392,8 +408,10 @@ def main(words: Sequence[str] | None = None) -> int:
     from diloco_cli.worker.trainer.task import set_up
 
     set_up(None)
-    table, seeds = Table(options.file), [int(seed) for seed in options.seeds.split(",")]
-    print(lines_table(table, seeds, options.inside.split(",")))
+    table = Table(options.file, RUNGS[options.rung or SMALL.name])
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    if not options.rung:
+        print(lines_table(table, seeds, options.inside.split(",")))
     if not options.without_kills:
         print(f"\n{kills_table(table, seeds)}")
     if options.lines:

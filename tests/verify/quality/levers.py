@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Lever:
     batch: float = 1.0
     """Times the sequences of a step of all regions together."""
     beta2: float = 0.0
+    beta1: float | None = None
     settings: Settings = ()
 
     @property
@@ -48,6 +50,10 @@ def outer(lr: float, momentum: float, warmup: int = 100) -> Settings:
     return ((OUTER, step),)
 
 
+def mean(lr: float, momentum: float) -> Settings:
+    return (("merge.kind", "mean"), *outer(lr, momentum))
+
+
 LEVERS = (
     Lever(0),
     Lever(0, rate=1.2e-2),
@@ -57,6 +63,7 @@ LEVERS = (
     Lever(0, "beta2 0.98", beta2=0.98),
     Lever(0, "beta2 0.996", beta2=0.996),
     Lever(0, "beta2 0.9987", beta2=0.9987),
+    *(Lever(0, f"beta1 {beta:g}", beta1=beta) for beta in (0.8, 0.5, 0.0)),
     Lever(8),
     Lever(8, "beta2 0.9987", beta2=0.9987),
     Lever(8, "beta2 0.996", beta2=0.996),
@@ -67,6 +74,10 @@ LEVERS = (
     Lever(8, "twice the batch", batch=2),
     Lever(8, "twice the batch, every 12", 4e-3, 2, settings=(("sync.every", 12),)),
     Lever(8, "outer 0.6 and 0.9", settings=outer(0.6, 0.9)),
+    *(Lever(8, f"beta1 {beta:g}", beta1=beta) for beta in (0.8, 0.5, 0.0)),
+    Lever(8, "beta1 0.5, mean, outer 0.7 and 0.9", beta1=0.5, settings=mean(0.7, 0.9)),
+    Lever(8, "every 6, outer 0.7 and 0.6", settings=(("sync.every", 6), *outer(0.7, 0.6, 0))),
+    Lever(8, "mean, outer 0.7 and 0.9", settings=mean(0.7, 0.9)),
     Lever(8, "outer 0.3 and 0.9", settings=outer(0.3, 0.9)),
     Lever(8, "outer 0.5 and 0.8", settings=outer(0.5, 0.8)),
 )
@@ -82,6 +93,8 @@ def run(lever: Lever, file: Path, known: dict[str, dict[str, Any]]) -> dict[str,
     optimizer: dict[str, Any] = {"kind": "adamw", "lr": lever.rate or RATES[lever.regions]}
     if lever.beta2:
         optimizer["beta2"] = lever.beta2
+    if lever.beta1 is not None:
+        optimizer["beta1"] = lever.beta1
     settings: list[tuple[str, Any]] = [("inner.optimizer", optimizer), *lever.settings]
     shape = {"layers": MIDDLE.layers, "width": MIDDLE.width, "heads": MIDDLE.heads}
     batch = round(MIDDLE.batch * lever.batch)
@@ -119,6 +132,7 @@ def told(records: Iterable[dict[str, Any]]) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
+    parser.add_argument("--only", default="", help="levers whose name matches this pattern")
     parser.add_argument("--table", action="store_true", help="train nothing, print what is there")
     options = parser.parse_args(words)
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
@@ -129,7 +143,8 @@ def main(words: Sequence[str] | None = None) -> int:
     known = {record["id"]: record for record in read(options.file)}
     if not options.table:
         for lever in LEVERS:
-            run(lever, options.file, known)
+            if re.search(options.only, lever.name):
+                run(lever, options.file, known)
     print(told(known.values()))
     return 0
 
