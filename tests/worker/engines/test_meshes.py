@@ -14,6 +14,9 @@ from diloco_cli.spec.schema import RegionSpec
 from diloco_cli.worker.engines.devices import open_mesh
 from tests import ROOT
 
+pytestmark = pytest.mark.timeout(1200)
+"""The process below compiles some thirty programs, which takes minutes on a busy machine."""
+
 FLOAT32 = ["fsdp", "fsdp × tensor", "fsdp, scanned", "all three, scanned", "fsdp, micro-batches"]
 
 

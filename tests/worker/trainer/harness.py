@@ -190,4 +190,5 @@ def again(stage: Stage, trainer: Any) -> Any:
 def save(trainer: Any) -> None:
     from diloco_cli.worker.trainer.checkpoints import checkpoint
 
+    trainer.checkpoints.wait()  # Its own may be due, and under way: it would come out on top.
     checkpoint.save(trainer.mailbox.checkpoint, trainer.weights.checkpoint())
