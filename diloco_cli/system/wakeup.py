@@ -120,12 +120,15 @@ def stop_on_signals(
 
     A SIGHUP that is ignored already stays so.
     """
+    asked = False
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if wakeup.stop_reason:
-            second(number)
-        else:
-            wakeup.stop(f"told to stop by {signal.Signals(number).name}")
+        nonlocal asked
+        # A reason to stop that is no signal says nothing about how patient a person is.
+        if asked:
+            return second(number)
+        asked = True
+        wakeup.stop(f"told to stop by {signal.Signals(number).name}")
 
     for kind in signals:
         if not is_ignored(kind):

@@ -48,6 +48,16 @@ def test_the_second_signal_is_another_matter(handlers):
     assert later == [signal.SIGUSR1]
 
 
+def test_a_signal_is_the_first_one_although_something_else_asked_to_stop_before(handlers):
+    wakeup, later = Wakeup(), []
+    stop_on_signals(wakeup, signal.SIGUSR1, second=later.append)
+    wakeup.stop("the process that started this worker is gone")
+    signal.raise_signal(signal.SIGUSR1)
+    assert not later and wakeup.stop_reason == "the process that started this worker is gone"
+    signal.raise_signal(signal.SIGUSR1)
+    assert later == [signal.SIGUSR1]
+
+
 def test_a_pipe_wakes_and_its_end_stops():
     wakeup = Wakeup()
     reader, writer = os.pipe()
