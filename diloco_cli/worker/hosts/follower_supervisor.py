@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import signal
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ from diloco_cli.system.wakeup import (
     LAST_MOMENT,
     Wakeup,
     exit_at_once,
-    stop_on_signals,
+    stop_service_on_signals,
     wake_on_input,
 )
 from diloco_cli.worker.agent.trainer_process import TrainerProcess
@@ -72,7 +71,7 @@ def supervise(
         supervisor.kill()
         exit_at_once(number)
 
-    stop_on_signals(wakeup, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, second=at_once)
+    stop_service_on_signals(wakeup, second=at_once)
     if with_parent:
         wake_on_input(wakeup, 0, at_end="the process that started this worker is gone")
     gc.freeze()
