@@ -12,4 +12,5 @@ trainer is kept running. Start with agent.py.
     average_fetch.py      when the average of the published weights is fetched, to be measured
     trainer_process.py    the trainer as a process: started by us, or taken over
     command_trainer.py    a training program that is not ours, as a process
+    program_guard.py      ends such a program when its worker was killed before it had joined
 """

@@ -5,6 +5,8 @@ prints goes into the log. Somewhere below it a process joins the region (`region
 takes the trainer's lock, names itself in the handover record and listens at the FIFOs.
 
     command ──▶ … ──▶ trainer.lock, trainer.json ──▶ linked: wake-ups both ways
+
+Until it has joined it knows nothing of us, so a guard beside it knows (program_guard.py).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 
 from diloco_cli.errors import SpecError
 from diloco_cli.system.wakeup import write_wakeup
+from diloco_cli.worker.agent import program_guard
 from diloco_cli.worker.agent.trainer_process import (
     StartedProcess,
     end_trainer,
@@ -28,13 +31,13 @@ from diloco_cli.worker.agent.trainer_process import (
     open_process,
 )
 from diloco_cli.worker.handover import HandoverRecord
-from diloco_cli.worker.mailbox import Mailbox
+from diloco_cli.worker.mailbox import TRAINER_LOCK, Mailbox
 
 LOOK_SECONDS = 0.2
 
 
 class CommandTrainer(StartedProcess):
-    """Started in a process group of its own; linked once somebody below it has joined."""
+    """Started in a process group of its guard's; linked once somebody below it has joined."""
 
     def __init__(
         self,
@@ -51,6 +54,15 @@ class CommandTrainer(StartedProcess):
         self._mailbox, self._record, self._log = mailbox, record, log
         with open(log, "ab") as output:
             self._log_start = output.tell()
+            # The guard first, so that there is no moment without one.
+            self._guard = subprocess.Popen(
+                program_guard.argv(mailbox.folder / TRAINER_LOCK),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                bufsize=0,
+                process_group=0,
+            )
             try:
                 # In a group of its own, so that all it starts can be ended with it.
                 self._child = subprocess.Popen(
@@ -59,15 +71,18 @@ class CommandTrainer(StartedProcess):
                     stdout=output,
                     stderr=output,
                     env={**os.environ, **environment},
-                    process_group=0,
+                    process_group=self._guard.pid,
                 )
             except OSError as error:
+                self._end_guard()
                 raise SpecError(
                     f"The trainer's command {list(command)} cannot be started: {error.strerror}: "
                     f"{command[0]!r}.",
                     hint="Correct regions[].trainer.command; it runs where the worker was started, "
                     f"in {Path.cwd()}.",
                 ) from None
+        assert self._guard.stdin is not None
+        write_wakeup(self._guard.stdin.fileno(), str(self._child.pid))
         self._process = open_process(self._child.pid)
         self._fifos: tuple[int, int] | None = None
         self._begin(on_output, on_end)
@@ -88,7 +103,7 @@ class CommandTrainer(StartedProcess):
     def kill(self) -> None:
         """Ends it and all it has started; may be called from a signal handler."""
         with contextlib.suppress(OSError):
-            os.killpg(self._child.pid, signal.SIGKILL)
+            os.killpg(self._guard.pid, signal.SIGKILL)
 
     def _listen(self) -> None:
         while self._child.poll() is None:
@@ -101,12 +116,19 @@ class CommandTrainer(StartedProcess):
             if self._fifos and self._fifos[1] in ready:
                 self._hear(self._fifos[1])
         self._child.wait()
-        self.kill()  # Workers of a launcher that died would go on for no one.
+        self._end_guard()  # Workers of a launcher that died would go on for no one.
         end_trainer(self._mailbox)
         self._unlink()
         if self._process is not None:
             os.close(self._process)
         self._on_end()
+
+    def _end_guard(self) -> None:
+        """Ends the guard and with it all that is left of the group."""
+        self.kill()
+        self._guard.wait()
+        if self._guard.stdin:
+            self._guard.stdin.close()
 
     def _hear(self, handle: int) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -1,0 +1,62 @@
+"""A process that ends a training program which its worker left behind.
+
+However a worker dies, the kernel closes the pipe on our standard input. A program that has joined
+the region by then goes on, as a trainer of ours would (`trainer/parent_watch.py`), and is here
+looked at only for what it leaves. One that has not joined knows no worker and would never end, and
+the next worker starts another beside it.
+
+    pipe open ──▶ closed ──▶ nobody has joined ─────────────────────────────╮
+                          ──▶ somebody has ──▶ has left ──▶ program ended ──┴─▶ end the group
+
+We lead the program's process group, so that all of it is in reach and its number stays its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from diloco_cli.system.locks import FileLock
+from diloco_cli.system.wakeup import LAST_MOMENT
+
+LOOK_SECONDS = 0.5
+
+
+def argv(trainer_lock: Path) -> list[str]:
+    """The command that starts a guard; its standard input is the pipe, and hears the program's pid.
+
+    Whoever has joined holds the lock.
+    """
+    return [sys.executable, "-m", __name__, str(trainer_lock)]
+
+
+def guard(trainer_lock: FileLock) -> None:
+    # A program that signals its whole group does not mean us.
+    for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(kind, signal.SIG_IGN)
+    heard = b""
+    while words := os.read(0, 64):
+        heard += words
+    joined = False
+    while not trainer_lock.is_free():
+        joined = True
+        time.sleep(LOOK_SECONDS)
+    deadline = time.monotonic() + LAST_MOMENT
+    while joined and _is_here(int(heard or b"0")) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _is_here(pid: int) -> bool:
+    """Whether a process is there and in our group: its pid may be another's by now."""
+    with contextlib.suppress(OSError):
+        return pid > 0 and os.getpgid(pid) == os.getpgrp()
+    return False
+
+
+if __name__ == "__main__":
+    guard(FileLock(Path(sys.argv[1])))

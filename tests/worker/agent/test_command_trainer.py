@@ -1,0 +1,83 @@
+"""A training program that is not ours: nothing of it is left behind by a worker that was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco_cli.worker.mailbox import TRAINER_LOCK, Mailbox
+
+AGENT = """
+import sys
+from pathlib import Path
+from diloco_cli.worker.agent.command_trainer import CommandTrainer
+from diloco_cli.worker.handover import HandoverRecord
+from diloco_cli.worker.mailbox import Mailbox
+folder, *command = sys.argv[1:]
+nothing = lambda *_: None
+trainer = CommandTrainer(command, Mailbox(Path(folder)), HandoverRecord((), "", "run", "owner"),
+                         Path(folder) / "log", environment={}, on_output=nothing, on_end=nothing)
+sys.stdin.read()
+"""
+PROGRAM = """
+import os, subprocess, sys
+from pathlib import Path
+from diloco_cli.system.locks import FileLock
+said, heard, lock = sys.argv[1:4]
+if lock:
+    FileLock(Path(lock)).acquire()
+child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+with open(said, "w") as pipe:
+    print(os.getpid(), child.pid, file=pipe)
+open(heard).read()
+"""
+"""Says who it is and has started; ends when it is told to, and leaves what it has started."""
+
+
+@pytest.fixture
+def left_behind(tmp_path):
+    """Handles of a program and of what it has started, whose worker was killed."""
+    mailbox = Mailbox(tmp_path / "paris")
+    mailbox.prepare()
+    said, heard = tmp_path / "said", tmp_path / "heard"
+    handles: list[int] = []
+
+    def begin(*, joined: bool) -> tuple[list[int], Path]:
+        for fifo in (said, heard):
+            os.mkfifo(fifo)
+        lock = str(mailbox.folder / TRAINER_LOCK) if joined else ""
+        program = [sys.executable, "-c", PROGRAM, str(said), str(heard), lock]
+        words = [sys.executable, "-c", AGENT, str(mailbox.folder), *program]
+        with subprocess.Popen(words, stdin=subprocess.PIPE) as agent:
+            pids = said.read_text().split()  # Until the program has opened it, too.
+            handles.extend(os.pidfd_open(int(pid)) for pid in pids)
+            agent.send_signal(signal.SIGKILL)
+        return handles, heard
+
+    yield begin
+    for handle in handles:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.close(handle)
+
+
+def ended(handle: int) -> bool:
+    return bool(select.select([handle], [], [], 60)[0])
+
+
+def test_a_program_that_had_not_joined_ends_with_its_worker_and_all_it_started(left_behind):
+    (program, started), _ = left_behind(joined=False)
+    assert ended(program) and ended(started)
+
+
+def test_of_a_program_that_had_joined_nothing_is_left_when_it_has_ended(left_behind):
+    (program, started), heard = left_behind(joined=True)
+    heard.write_text("")  # Now it ends, by itself.
+    assert ended(program) and ended(started)
