@@ -119,7 +119,8 @@ class TrainerSupervisor:
             on_end=self.wakeup.wake,
         )
         if self.trainer:
-            self._since = time.monotonic()
+            self._since = self._stepped_at = time.monotonic()
+            self._stuck = ""
             progress, pid = self.mailbox.progress(), self.trainer.pid
             step = progress.step if progress else None
             self.events.note("trainer-adopted", region=self.region, pid=pid, step=step)
@@ -223,8 +224,11 @@ class TrainerSupervisor:
             log.info(f"training begins: {how_far(progress)}" if first else how_far(progress))
 
     def end_if_stuck(self, sync: SyncThreads) -> None:
-        """Ends a program that was started here and makes no step, though nothing holds it up."""
-        if not isinstance(self.trainer, CommandTrainer) or self.own is None or self._stuck:
+        """Ends a program that a worker started and that makes no step, though nothing holds it up.
+
+        Also one that the worker before us started: who else would find that it hangs?
+        """
+        if self.trainer is None or self.own is None or self.own.attach or self._stuck:
             return
         now, progress = time.monotonic(), None
         if isinstance(sync.trainer, Reporting):

@@ -11,6 +11,7 @@ import pytest
 
 from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.worker.agent.agent import Agent
+from diloco_cli.worker.handover import OWN_TRAINER
 from diloco_cli.worker.mailbox import Mailbox
 from tests.worker.fake_server import OWN, SHARED, Counter, settings_in
 
@@ -70,6 +71,7 @@ def agent(tmp_path, counter, log_lines) -> Iterator[Callable[..., Running]]:
 
     def make(first="pass", on_mail="pass", own=OWN, retiring=False) -> Running:
         argv = [sys.executable, "-S", "-c", TRAINER.format(first=first, on_mail=on_mail)]
+        argv = OWN_TRAINER if own.region("paris").trainer else argv
         settings = settings_in(Mailbox(tmp_path / "regions" / "paris"), own)
         made = Agent(settings, tmp_path, "http://x", SHARED, Wakeup(), argv=argv)
         made.connect = counter.connect

@@ -1,18 +1,24 @@
-"""A training program that is not ours: nothing of it is left behind by a worker that was killed."""
+"""A training program that is not ours: what a worker that was killed leaves of it, and to whom."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from diloco_cli.worker.mailbox import TRAINER_LOCK, Mailbox
+from diloco_cli.observe.events import read_events
+from diloco_cli.wire.messages import TrainerProgress
+from diloco_cli.worker.handover import OWN_TRAINER, HandoverRecord
+from diloco_cli.worker.mailbox import TRAINER_LOCK, FolderOwner, Mailbox
+from tests.worker.fake_server import OWN, RUN
 
 AGENT = """
 import sys
@@ -81,3 +87,48 @@ def test_of_a_program_that_had_joined_nothing_is_left_when_it_has_ended(left_beh
     (program, started), heard = left_behind(joined=True)
     heard.write_text("")  # Now it ends, by itself.
     assert ended(program) and ended(started)
+
+
+HANGING = """
+import json, os, signal, sys
+from pathlib import Path
+from diloco_cli.system.locks import FileLock
+from diloco_cli.worker.handover import HandoverRecord
+from diloco_cli.worker.mailbox import TRAINER_LOCK, Mailbox
+mailbox, record = Mailbox(Path(sys.argv[1])), json.loads(sys.argv[2])
+FileLock(mailbox.folder / TRAINER_LOCK).acquire()
+HandoverRecord(**{**record, "argv": tuple(record["argv"])}).write(mailbox)
+ear = os.open(mailbox.trainer_fifo, os.O_RDONLY | os.O_NONBLOCK)
+print("joined", flush=True)
+signal.pause()
+"""
+
+
+def test_a_program_that_was_taken_over_is_killed_when_it_makes_no_step_for_its_patience(
+    agent, counter, tmp_path
+):
+    counter.high = -1
+    spec = OWN.model_dump(exclude_unset=True)
+    pause = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+    spec["regions"][0]["trainer"] = {"command": pause, "patience": "1s"}
+    own = type(OWN).model_validate(spec)
+    mailbox = Mailbox(tmp_path / "regions" / "paris")
+    mailbox.prepare()
+    owner = FolderOwner("me", 1, RUN, region="paris")
+    mailbox.write_identity(owner)
+    stepping = {"training": True, "step": 5}
+    mailbox.write_progress(TrainerProgress.none(2).model_copy(update=stepping))
+    record = asdict(HandoverRecord.of(OWN_TRAINER, own, "paris", owner))
+    words = [sys.executable, "-c", HANGING, str(mailbox.folder), json.dumps(record)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout and program.stdout.readline() == "joined\n"
+        try:
+            agent(own=own)
+            assert program.wait(60) == -signal.SIGKILL
+        finally:
+            program.kill()
+    log = tmp_path / "events.jsonl"
+    counter.wait_for(lambda: "trainer-started" in [event.kind for event in read_events(log)])
+    happened = {event.kind: event.fields for event in read_events(log)}
+    assert happened["trainer-adopted"]["pid"] == happened["trainer-died"]["pid"] == program.pid
+    assert "it made no step for 1s" in happened["trainer-died"]["why"]
