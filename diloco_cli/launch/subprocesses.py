@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_cli.launch import Handle, Role
-from diloco_cli.system.process_end import LastWords, last_words
+from diloco_cli.system.process_end import LastWords
+from diloco_cli.system.process_log import ProcessLog
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,8 @@ class LocalLauncher:
     logs: Path
 
     def start(self, role: Role) -> LocalProcess:
-        self.logs.mkdir(parents=True, exist_ok=True)
-        log = self.logs / f"{role.name}.log"
-        with open(log, "ab") as output:
-            log_start = output.tell()
+        log = ProcessLog(self.logs / f"{role.name}.log")
+        with log.opened() as output:
             child = subprocess.Popen(
                 role.argv,
                 stdin=subprocess.PIPE,
@@ -40,7 +39,7 @@ class LocalLauncher:
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        return LocalProcess(child, role, log, log_start)
+        return LocalProcess(child, role, log)
 
     def stop(
         self,
@@ -64,17 +63,15 @@ class LocalLauncher:
 class LocalProcess:
     """One child and the part of its log that it wrote itself."""
 
-    def __init__(
-        self, child: subprocess.Popen[bytes], role: Role, log: Path, log_start: int
-    ) -> None:
-        self._child, self._role = child, role
-        self._log, self._log_start = log, log_start
+    def __init__(self, child: subprocess.Popen[bytes], role: Role, log: ProcessLog) -> None:
+        self._child, self._role, self._log = child, role, log
 
     @property
     def pid(self) -> int:
         return self._child.pid
 
     def exit_code(self) -> int | None:
+        self._log.keep_small()  # Whoever keeps it running asks again and again.
         code = self._child.poll()
         if code is not None:
             self._close_stdin()
@@ -105,7 +102,7 @@ class LocalProcess:
         self._close_stdin()
 
     def last_words(self) -> LastWords:
-        return last_words(self._log, since=self._log_start)
+        return self._log.last_words()
 
     def _close_stdin(self) -> None:
         if self._child.stdin and not self._child.stdin.closed:

@@ -35,13 +35,22 @@ class LastWords:
 
 def last_words(log: Path, *, since: int = 0) -> LastWords:
     """Quotes the last error of a log; without one, the last line that no logger wrote."""
+    return last_words_in(tail(log, since=since))
+
+
+def tail(log: Path, *, since: int = 0) -> bytes:
+    """The end of a log, or of what was written `since`; empty if it cannot be read."""
     try:
         with open(log, "rb") as file:
             file.seek(max(since, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            return file.read()
     except OSError:
-        return LastWords()
-    stray = ""
+        return b""
+
+
+def last_words_in(text: bytes) -> LastWords:
+    """The same of the end of a log, as it was read."""
+    lines, stray = text.decode(errors="replace").splitlines(), ""
     for number, line in reversed(list(enumerate(lines))):
         if _ERROR.match(line):
             return _quoted(lines[number:])

@@ -56,6 +56,15 @@ def test_what_a_child_says_is_in_its_log(launcher):
     assert set((launcher.logs / "left.log").read_text().split()) == {"out", "err"}
 
 
+def test_the_log_of_a_child_is_kept_small_while_it_runs(launcher):
+    writes = "import os, sys; os.write(2, b'x' * (17 << 20)); sys.stdin.read()"
+    child = launcher.start(python("much", writes))
+    older = launcher.logs / "much.log.1"
+    assert eventually(lambda: child.exit_code() is None and older.exists())
+    launcher.stop([child], grace=0.0)
+    assert (launcher.logs / "much.log").stat().st_size == 0
+
+
 def test_a_child_that_listens_is_asked_and_not_killed(launcher):
     polite = (
         "import signal, sys, time\n"

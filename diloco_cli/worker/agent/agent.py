@@ -285,6 +285,7 @@ class Agent:
             if self.retiring and self._may_go(sync):
                 return self._leave(sync, "leaving for good")
             self.supervisor.say_how_it_goes(sync)
+            self.supervisor.keep_log_small()
             self.wakeup.pause(self.supervisor.until_next_start)
 
     def _follow(self, sync: SyncThreads) -> None:

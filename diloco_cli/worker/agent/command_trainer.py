@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from diloco_cli.errors import SpecError
+from diloco_cli.system.process_log import ProcessLog
 from diloco_cli.system.wakeup import write_wakeup
 from diloco_cli.worker.agent import program_guard
 from diloco_cli.worker.agent.trainer_process import (
@@ -50,10 +51,8 @@ class CommandTrainer(StartedProcess):
         on_output: Callable[[bytes], None],
         on_end: Callable[[], None],
     ) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._mailbox, self._record, self._log = mailbox, record, log
-        with open(log, "ab") as output:
-            self._log_start = output.tell()
+        self._mailbox, self._record, self.log = mailbox, record, ProcessLog(log)
+        with self.log.opened() as output:
             # The guard first, so that there is no moment without one.
             self._guard = subprocess.Popen(
                 program_guard.argv(mailbox.folder / TRAINER_LOCK),

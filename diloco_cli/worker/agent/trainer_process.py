@@ -23,7 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from diloco_cli.system import logs
-from diloco_cli.system.process_end import LastWords, last_words
+from diloco_cli.system.process_end import LastWords
+from diloco_cli.system.process_log import ProcessLog
 from diloco_cli.system.wakeup import write_wakeup
 from diloco_cli.wire.messages import TrainerProgress
 from diloco_cli.worker.handover import HandoverRecord
@@ -37,8 +38,7 @@ class StartedProcess(ABC):
     """A trainer that this agent started, its log, and a thread that waits for its end."""
 
     _child: subprocess.Popen[bytes]
-    _log: Path
-    _log_start: int
+    log: ProcessLog
 
     def _begin(self, on_output: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class StartedProcess(ABC):
 
     def last_words(self) -> LastWords:
         """Quotes the reason it gave for ending, and its hint."""
-        return last_words(self._log, since=self._log_start)
+        return self.log.last_words()
 
     @abstractmethod
     def _listen(self) -> None:
@@ -93,10 +93,8 @@ class TrainerProcess(StartedProcess):
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """`environment` replaces our own."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._log = log
-        with open(log, "ab") as output:
-            self._log_start = output.tell()
+        self.log = ProcessLog(log)
+        with self.log.opened() as output:
             # In our own process group, so that a signal to the group ends the trainer too.
             self._child = subprocess.Popen(
                 argv,
@@ -155,8 +153,8 @@ class InheritedTrainer:
         """A program that is not `ours` is a trainer only while it holds the lock."""
         self.pid = pid
         self.code: int | None = None
-        self._mailbox, self._log = mailbox, log
-        self._log_start = log.stat().st_size if log.exists() else 0
+        self._mailbox, self.log = mailbox, ProcessLog(log)
+        self.log.begin()
         self._input, self._output = fifos
         self._process = open_process(pid) if ours else None
         self._on_output, self._on_end = on_output, on_end
@@ -179,7 +177,7 @@ class InheritedTrainer:
         self._thread.join(seconds)
 
     def last_words(self) -> LastWords:
-        return last_words(self._log, since=self._log_start)
+        return self.log.last_words()
 
     def _send(self, number: signal.Signals) -> None:
         if self.code is None and self._is_there():

@@ -223,6 +223,11 @@ class TrainerSupervisor:
             first, self._told_at = self._told_at is None, now
             log.info(f"training begins: {how_far(progress)}" if first else how_far(progress))
 
+    def keep_log_small(self) -> None:
+        """Bounds what the trainer has logged, however long it trains."""
+        if self.trainer:
+            self.trainer.log.keep_small()
+
     def end_if_stuck(self, sync: SyncThreads) -> None:
         """Ends a program that a worker started and that makes no step, though nothing holds it up.
 

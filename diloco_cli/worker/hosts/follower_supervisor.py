@@ -181,6 +181,7 @@ class FollowerSupervisor:
             environment=hand_down(self._secret),
         )
         while follower.code is None and not gone.is_set() and not self._wakeup.stop_reason:
+            follower.log.keep_small()
             self._pause(1.0)
         # Launchers tell all hosts at once to stop: the lead still needs us for what it saves.
         deadline = time.monotonic() + LAST_MOMENT

@@ -231,6 +231,13 @@ def test_a_trainer_with_long_last_words_is_started_again(agent, counter):
     counter.wait_for(lambda: restarts(counter) >= 1)
 
 
+def test_the_log_of_a_trainer_is_kept_small_while_it_trains(agent, counter, tmp_path):
+    logs = tmp_path / "logs"
+    agent(first='os.write(2, b"x" * (17 << 20))')
+    counter.wait_for((logs / "paris.trainer.log.1").exists)
+    counter.wait_for(lambda: (logs / "paris.trainer.log").stat().st_size == 0)
+
+
 def test_waiting_for_images_costs_nothing(agent, counter, monkeypatch):
     turns = []
     pause = Wakeup.pause
