@@ -317,7 +317,7 @@ class OuterLoop(Generic[Books]):
         if self.inbox.news.end:
             return "drained, waiting for the others" if self._is_drained() else self._draining()
         if self._is_out_of_room():
-            return "waiting for the token budget: what is left of it is for other regions"
+            return self._out_of_room()
         if self.sync.overlap == 0:
             number = unmerged_work.waits_for(self.weights.books, self.inbox.news.calls)
             if number is not None:
@@ -328,6 +328,14 @@ class OuterLoop(Generic[Books]):
         """Says whether the region has trained as far as the server lets it."""
         until = self.inbox.news.until if self.inbox.news else None
         return until is not None and self.weights.trained >= until
+
+    def _out_of_room(self) -> str:
+        """Names what is held: where it does not get through, the run looks far from its budget."""
+        why = "waiting for the token budget: "
+        if held := max(book.pending for book in self.weights.books):
+            trained = self.weights.trained
+            why += f"{held:.0f} of the {trained:.0f} tokens trained here are not merged yet, and "
+        return why + "what is left of it is for other regions"
 
     def _draining(self) -> str:
         holding = [n for n, book in enumerate(self.weights.books) if book.flight or book.held.steps]

@@ -408,6 +408,21 @@ def test_no_step_is_made_beyond_what_the_server_allows(play):
     until(trainer, lambda: not trainer._waits_for())
 
 
+def test_a_region_that_trained_its_part_of_the_budget_says_how_much_of_it_is_not_merged(play):
+    stage, trainer = play()
+    steps(trainer, 2)
+    stage.tell({0: 0, 1: 0}, until=2.0 * TOKENS)
+    until(trainer, lambda: posted(trainer, 0) and posted(trainer, 1))
+    left = "what is left of it is for other regions"
+    held = f"{2 * TOKENS:.0f} of the {2 * TOKENS:.0f} tokens trained here are not merged yet, and "
+    assert trainer._waits_for() == f"waiting for the token budget: {held}{left}"
+    for number in range(2):
+        stage.merge(number)
+    stage.tell(until=2.0 * TOKENS)
+    until(trainer, lambda: [book.version for book in trainer.weights.books] == [1, 1])
+    assert trainer._waits_for() == f"waiting for the token budget: {left}"
+
+
 def test_crumbs_below_one_step_do_not_hold_the_end_up(play):
     stage, trainer = play(adopt="blend")
     steps(trainer, 1)
