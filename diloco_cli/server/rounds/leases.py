@@ -29,6 +29,11 @@ STUCK = 12.0
 """Times that, after which it is stuck: a trainer may restart and compile in between."""
 
 
+FAILED_STARTS = 5
+"""Trainers in a row that ended and changed nothing, after which the end waits for none of them. The
+pauses between them grow, so what passes by itself has had some time."""
+
+
 @dataclass(slots=True)
 class Lease:
     """One region, as it was last heard."""
@@ -46,6 +51,8 @@ class Lease:
     """It was told to evaluate since it joined."""
     lapsed: bool = False
     """Its silence has been noted."""
+    failed_starts: int = 0
+    """Trainers of the region that ended since its books last changed."""
     silent_before: Seconds = 0.0
     """Silence that was on record when this server started; over with the first word."""
 
@@ -124,6 +131,10 @@ class Leases:
             # Whoever was given room and did not use it is not waiting for more; for a while, in
             # which others may use it.
             lease.idle_since = None
+        if before is None or heartbeat.training or heartbeat.tokens != before.tokens:
+            lease.failed_starts = 0
+        else:
+            lease.failed_starts += max(0, heartbeat.restarts - before.restarts)
         if heartbeat.step_seconds > 0 and heartbeat.step >= FIRST_STEPS:
             lease.quickest = min(lease.quickest, heartbeat.step_seconds)
         lease.heartbeat = heartbeat
@@ -203,10 +214,13 @@ class Leases:
         """Regions that `finished` must wait for: not drained, and not silent for two leases.
 
         One that said goodbye is given a single lease to come back, as it does when a worker
-        is started anew.
+        is started anew. One whose trainers only end is given as long as one that fell silent at
+        the end, for what its agent is sending.
         """
 
         def until(lease: Lease) -> Seconds:
+            if lease.failed_starts >= FAILED_STARTS:
+                return since + 2 * lease.seconds
             if lease.leaving:
                 return lease.until
             return max(since, lease.seen) + 2 * lease.seconds

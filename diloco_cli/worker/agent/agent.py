@@ -273,7 +273,7 @@ class Agent:
                     self.supervisor.start(sync)
                 elif (code := self.supervisor.ended) is not None:
                     self.supervisor.note_end(sync, code)
-                    if code == 0 and sync.news.finished:
+                    if sync.news.finished and (code == 0 or self.supervisor.is_hopeless):
                         return self._leave(sync, FINISHED)
                     continue  # The next one may be due already.
             if sync.news.finished and self._is_late():

@@ -41,6 +41,8 @@ KILL_SECONDS = 5.0
 HEALTHY_SECONDS = 60.0
 TELL_SECONDS = 60.0
 """Between two lines that say how far the region is."""
+HOPELESS = 3
+"""Trainers in a row that came to nothing, after which a finished run is left without the next."""
 MOST_LETTERS = 600
 """Of a reason that is passed on; a heartbeat has room for a thousand."""
 PERMANENT: dict[int, type[DilocoError]] = {2: SpecError, 5: StoreError}
@@ -98,6 +100,11 @@ class TrainerSupervisor:
     def is_due(self) -> bool:
         """Says whether a trainer has to be started."""
         return self.trainer is None and time.monotonic() >= self._restart_at
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Says whether nothing can be expected of the next trainer either."""
+        return self._failures >= HOPELESS
 
     @property
     def until_next_start(self) -> float:

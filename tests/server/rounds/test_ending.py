@@ -5,6 +5,7 @@ from __future__ import annotations
 from diloco_cli.core.conductor import PATIENCE
 from diloco_cli.core.rounds import Accept, Recorded, Returned
 from diloco_cli.server.build_status import build_status, build_summary
+from diloco_cli.server.rounds.leases import FAILED_STARTS
 from tests.server.harness import NAMES, Bench, in_a_loop, joined, make_spec
 
 
@@ -100,6 +101,37 @@ async def test_a_region_that_died_is_given_two_leases_after_its_last_sign(tmp_pa
     bench.clock.now = last + 20.1
     await drain(bench, "iowa", "paris")
     assert bench.state.ledger.finished
+
+
+@in_a_loop
+async def test_a_region_whose_trainers_only_end_is_named_and_not_waited_for(tmp_path):
+    bench = await ended(tmp_path)
+    since = bench.clock.now
+    await bench.beat("tokyo", training=False)
+    for restarts in range(1, FAILED_STARTS + 1):
+        why = "the trainer ended (exit code 7), restarting at once"
+        await bench.beat("tokyo", restarts=restarts, training=False, why=why)
+    await drain(bench, "iowa", "paris")
+    for seconds, finished in (
+        (19.0, ""),  # Its agent may be sending what it held.
+        (21.0, "token budget reached; not waited for: tokyo"),
+    ):
+        bench.clock.now = since + seconds
+        await bench.beat("tokyo", restarts=FAILED_STARTS, training=False)
+        await drain(bench, "iowa", "paris")
+        assert bench.state.ledger.finished == finished
+
+
+@in_a_loop
+async def test_a_region_whose_trainer_was_of_some_use_between_two_ends_is_waited_for(tmp_path):
+    bench = await ended(tmp_path)
+    bench.clock.now += 21
+    for restarts in range(3 * FAILED_STARTS):
+        if restarts % (FAILED_STARTS - 1) == 0:
+            bench.regions["tokyo"].trained[0] += 1.0
+        await bench.beat("tokyo", restarts=restarts, training=False)
+        await drain(bench, "iowa", "paris")
+    assert not bench.state.ledger.finished
 
 
 @in_a_loop

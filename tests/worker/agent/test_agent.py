@@ -169,6 +169,13 @@ def test_a_finished_run_is_left_when_the_trainer_has_ended_by_itself(agent, coun
     assert running.ended() == 0 and running.agent.supervisor.restarts == 0
 
 
+def test_a_finished_run_is_left_when_the_trainer_only_ends(agent, counter):
+    running = agent(first="sys.exit(1)")
+    counter.wait_for(lambda: restarts(counter) >= 1)
+    counter.tell(finished=True)
+    assert running.ended() == 0 and counter.heartbeats[-1].stopping
+
+
 def test_a_worker_that_comes_when_the_run_is_finished_is_told_so(agent, counter, log_lines):
     counter.state = "finished"
     running = agent()
