@@ -282,6 +282,7 @@ class Agent:
                 self.options = replace(self.options, credentials=credentials)
                 sync.renew(self.options)
             self.supervisor.end_if_stuck(sync)
+            self.supervisor.end_who_stays()
             if self.retiring and self._may_go(sync):
                 return self._leave(sync, "leaving for good")
             self.supervisor.say_how_it_goes(sync)

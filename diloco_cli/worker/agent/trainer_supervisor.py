@@ -25,6 +25,7 @@ from diloco_cli.worker.agent.sync_threads import Idle, Reporting, SyncThreads
 from diloco_cli.worker.agent.trainer_process import (
     InheritedTrainer,
     TrainerProcess,
+    end_trainer,
     how_far,
     pause_before,
     take_over,
@@ -82,6 +83,8 @@ class TrainerSupervisor:
         self._failures, self._since, self._restart_at = 0, 0.0, 0.0
         self._told_at: float | None = None
         self._last_step, self._stepped_at, self._stuck = -1, 0.0, ""
+        self._sent_away: tuple[int | None, float] = None, 0.0
+        """A trainer that was told to leave because it is not ours to take over, and when."""
 
     def serve(self, sync: SyncThreads) -> None:
         """From now on the server hears through `sync` what the trainer does."""
@@ -132,6 +135,8 @@ class TrainerSupervisor:
             step = progress.step if progress else None
             self.events.note("trainer-adopted", region=self.region, pid=pid, step=step)
             log.info(f"took over the trainer {pid} at step {step}")
+        else:
+            self._sent_away = self.mailbox.trainer_lock_holder(), time.monotonic()
 
     def _heard(self, words: bytes) -> None:
         if (sync := self._sync) is None:
@@ -254,6 +259,16 @@ class TrainerSupervisor:
             self._stuck = f"it {joined} for {self.own.patience}"
             log.info(f"the trainer is killed: {self._stuck}")
             self.trainer.kill()
+
+    def end_who_stays(self) -> None:
+        """Ends a trainer that was sent away and hangs: the next one waits for its lock."""
+        pid, since = self._sent_away
+        if pid is None or time.monotonic() - since <= STOP_SECONDS:
+            return
+        self._sent_away = None, 0.0
+        if self.mailbox.trainer_lock_holder() == pid:
+            log.info(f"the trainer {pid} of another run or other settings is killed: it stayed")
+            end_trainer(self.mailbox)
 
     def _first_failpoint(self) -> list[str]:
         words, self.failpoint = ["--failpoint", self.failpoint] if self.failpoint else [], ""

@@ -9,13 +9,15 @@ import select
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from diloco_cli.observe.events import read_events
+from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.messages import TrainerProgress
+from diloco_cli.worker.agent import trainer_supervisor
 from diloco_cli.worker.handover import OWN_TRAINER, HandoverRecord
 from diloco_cli.worker.mailbox import TRAINER_LOCK, FolderOwner, Mailbox
 from tests.worker.fake_server import OWN, RUN
@@ -96,6 +98,7 @@ from diloco_cli.system.locks import FileLock
 from diloco_cli.worker.handover import HandoverRecord
 from diloco_cli.worker.mailbox import TRAINER_LOCK, Mailbox
 mailbox, record = Mailbox(Path(sys.argv[1])), json.loads(sys.argv[2])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Whoever hangs hears of nothing.
 FileLock(mailbox.folder / TRAINER_LOCK).acquire()
 HandoverRecord(**{**record, "argv": tuple(record["argv"])}).write(mailbox)
 ear = os.open(mailbox.trainer_fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -104,31 +107,60 @@ signal.pause()
 """
 
 
-def test_a_program_that_was_taken_over_is_killed_when_it_makes_no_step_for_its_patience(
-    agent, counter, tmp_path
-):
+@pytest.fixture
+def own(tmp_path, counter) -> RunSpec:
+    """The file of a region whose program hangs as well."""
     counter.high = -1
     spec = OWN.model_dump(exclude_unset=True)
     pause = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
     spec["regions"][0]["trainer"] = {"command": pause, "patience": "1s"}
-    own = type(OWN).model_validate(spec)
-    mailbox = Mailbox(tmp_path / "regions" / "paris")
+    return RunSpec.model_validate(spec)
+
+
+@pytest.fixture
+def hanging(tmp_path, own):
+    """A program that an earlier worker started for this run, or another, and that hangs."""
+    mailbox, started = Mailbox(tmp_path / "regions" / "paris"), []
     mailbox.prepare()
     owner = FolderOwner("me", 1, RUN, region="paris")
     mailbox.write_identity(owner)
     stepping = {"training": True, "step": 5}
     mailbox.write_progress(TrainerProgress.none(2).model_copy(update=stepping))
-    record = asdict(HandoverRecord.of(OWN_TRAINER, own, "paris", owner))
-    words = [sys.executable, "-c", HANGING, str(mailbox.folder), json.dumps(record)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as program:
+
+    def start(run: str = RUN) -> subprocess.Popen:
+        record = asdict(HandoverRecord.of(OWN_TRAINER, own, "paris", replace(owner, run=run)))
+        words = [sys.executable, "-c", HANGING, str(mailbox.folder), json.dumps(record)]
+        program = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        started.append(program)
         assert program.stdout and program.stdout.readline() == "joined\n"
-        try:
-            agent(own=own)
-            assert program.wait(60) == -signal.SIGKILL
-        finally:
-            program.kill()
+        return program
+
+    yield start
+    for program in started:
+        program.kill()
+        program.communicate()
+
+
+def test_a_program_that_was_taken_over_is_killed_when_it_makes_no_step_for_its_patience(
+    agent, counter, own, hanging, tmp_path
+):
+    program = hanging()
+    agent(own=own)
+    assert program.wait(60) == -signal.SIGKILL
     log = tmp_path / "events.jsonl"
     counter.wait_for(lambda: "trainer-started" in [event.kind for event in read_events(log)])
     happened = {event.kind: event.fields for event in read_events(log)}
     assert happened["trainer-adopted"]["pid"] == happened["trainer-died"]["pid"] == program.pid
     assert "it made no step for 1s" in happened["trainer-died"]["why"]
+
+
+def test_a_trainer_that_was_sent_away_and_does_not_go_is_killed(
+    agent, own, hanging, log_lines, monkeypatch
+):
+    # The next one waits for it a little longer than that, and then the region is out for good.
+    monkeypatch.setattr(trainer_supervisor, "STOP_SECONDS", 0.2)
+    program = hanging(run="another")
+    agent(own=own)
+    assert program.wait(60) == -signal.SIGKILL
+    said = f"the trainer {program.pid} of another run or other settings is killed: it stayed"
+    assert said in log_lines
