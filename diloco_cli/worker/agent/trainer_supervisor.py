@@ -185,14 +185,15 @@ class TrainerSupervisor:
 
     def _started(self, sync: SyncThreads, command: Sequence[str]) -> CommandTrainer:
         threads = {"OMP_NUM_THREADS": str(len(self.cores))} if self.cores else {}
+        folder = self.folder.absolute()  # It may have gone elsewhere when it looks.
         try:
             return CommandTrainer(
-                filled(command, self.region, self.folder),
+                filled(command, self.region, folder),
                 self.mailbox,
                 self._record(),
                 self.log,
                 environment={
-                    "DILOCO_FOLDER": str(self.folder),
+                    "DILOCO_FOLDER": str(folder),
                     "DILOCO_REGION": self.region,
                     **({} if "OMP_NUM_THREADS" in os.environ else threads),
                 },

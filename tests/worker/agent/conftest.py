@@ -69,11 +69,11 @@ def counter() -> Counter:
 def agent(tmp_path, counter, log_lines) -> Iterator[Callable[..., Running]]:
     running: list[Running] = []
 
-    def make(first="pass", on_mail="pass", own=OWN, retiring=False) -> Running:
+    def make(first="pass", on_mail="pass", own=OWN, retiring=False, folder=tmp_path) -> Running:
         argv = [sys.executable, "-S", "-c", TRAINER.format(first=first, on_mail=on_mail)]
         argv = OWN_TRAINER if own.region("paris").trainer else argv
-        settings = settings_in(Mailbox(tmp_path / "regions" / "paris"), own)
-        made = Agent(settings, tmp_path, "http://x", SHARED, Wakeup(), argv=argv)
+        settings = settings_in(Mailbox(folder / "regions" / "paris"), own)
+        made = Agent(settings, folder, "http://x", SHARED, Wakeup(), argv=argv)
         made.connect = counter.connect
         made.retiring = retiring
         running.append(Running(made))

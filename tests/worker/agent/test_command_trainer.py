@@ -117,6 +117,20 @@ def own(tmp_path, counter) -> RunSpec:
     return RunSpec.model_validate(spec)
 
 
+def test_a_program_is_told_its_folder_so_that_it_finds_it_from_anywhere(
+    agent, own, tmp_path, monkeypatch
+):
+    said = tmp_path / "said"
+    os.mkfifo(said)
+    script = 'cd / && echo "$DILOCO_FOLDER" "$1" > "$2" && exec sleep 600'
+    spec = own.model_dump(exclude_unset=True)
+    command = ["sh", "-c", script, "sh", "{folder}", str(said)]
+    spec["regions"][0]["trainer"] = {"command": command}
+    monkeypatch.chdir(tmp_path)
+    agent(own=RunSpec.model_validate(spec), folder=Path("runs/tiny"))
+    assert said.read_text().split() == [str(tmp_path / "runs" / "tiny")] * 2
+
+
 @pytest.fixture
 def hanging(tmp_path, own):
     """A program that an earlier worker started for this run, or another, and that hangs."""
