@@ -130,6 +130,8 @@ class SyncThreads:
         self._average = AverageFetch(mailbox)
         self._follows_average = False
         self._frames: dict[int, tuple[Stamp, PostedFrame]] = {}
+        self._unreadable: dict[int, WireError] = {}
+        """By fragment: why what lies in the outbox is no frame that could be sent."""
         self._fates: dict[int, Fate] = {}
         self._written = ""
         self._lanes: object = None
@@ -234,7 +236,7 @@ class SyncThreads:
                 self._wakeups["upload"].wake()
 
     def unsent(self) -> list[PostedFrame]:
-        """Lists the frames in the outbox whose fate is unknown."""
+        """Lists the frames in the outbox that can be sent and whose fate is unknown."""
         frames = [self._posted(number) for number in range(len(self.news.versions))]
         return [
             frame for frame in frames if frame and self._fate(frame.fragment).digest != frame.digest
@@ -389,6 +391,8 @@ class SyncThreads:
             if matters:
                 self._on_mail()
             self._on_change()
+        for error in list(self._unreadable.values()):
+            raise error  # Once the others are through: it says what people should know.
         self._wakeups["upload"].pause(self.news.lease_seconds)
 
     def _download(self, client: Client) -> None:
@@ -423,16 +427,21 @@ class SyncThreads:
 
     def _posted(self, number: int) -> PostedFrame | None:
         """Says what lies in the outbox; a frame is read again only when it was replaced."""
-        newest, cached = stamp(self.mailbox.outbox_file(number)), self._frames.get(number)
-        if newest is None:
-            return None
+        file = self.mailbox.outbox_file(number)
+        newest, cached = stamp(file), self._frames.get(number)
         if cached and cached[0] == newest:
             return cached[1]
-        frame = self.mailbox.frame(number)
+        try:
+            frame = self.mailbox.frame(number)
+        except WireError as error:
+            self._unreadable[number] = WireError(f"{file} is damaged: {error.message}")
+            return None
+        self._unreadable.pop(number, None)
         if frame is None or frame.header.run in self._was:
             return None  # A frame of a run that was lost is nobody's any more.
         posted = PostedFrame(number, frame.digest, frame.header.base, frame.header.clock)
-        self._frames[number] = newest, posted
+        if newest is not None:  # Otherwise it was posted just now, and is looked at once more.
+            self._frames[number] = newest, posted
         return posted
 
     def _fate(self, number: int) -> Fate:

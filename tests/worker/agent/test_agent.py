@@ -155,6 +155,15 @@ def test_told_to_stop_it_waits_for_its_trainer_and_says_goodbye(agent, counter, 
     assert counter.heartbeats[-1].stopping
 
 
+def test_a_frame_that_cannot_be_read_does_not_keep_it_from_saying_goodbye(agent, counter):
+    running = agent()
+    counter.wait_for(lambda: is_up(counter))
+    running.agent.mailbox.post(0, b"no frame")
+    running.agent.wakeup.stop("told to stop by SIGTERM")
+    assert running.ended() == 0
+    assert counter.heartbeats[-1].stopping
+
+
 def test_a_stop_of_the_whole_run_reaches_the_trainer(agent, counter):
     running = agent()
     counter.wait_for(lambda: running.agent.supervisor.trainer is not None)

@@ -170,6 +170,28 @@ def test_a_posted_frame_is_sent_and_its_fate_written_down(courier, counter, mail
     assert [frame.digest for frame in counter.submitted] == [digest] and not courier.unsent()
 
 
+def test_a_frame_that_the_disk_has_changed_is_named_and_keeps_no_other(courier, counter, mailbox):
+    mailbox.post(0, b"no frame")
+    write_frame(mailbox, fragment=1)
+    courier.start()
+    counter.wait_for(lambda: [frame.header.fragment for frame in counter.submitted] == [1])
+    damaged = f"uploads do not get through: {mailbox.outbox_file(0)} is damaged: 8 bytes are too"
+    counter.wait_for(lambda: damaged in counter.heartbeats[-1].why)
+    # News of that fragment are no reason to think that the server is away.
+    with counter.change:
+        known = {"digest": "3" * 64, "fate": "pending", "why": ""}
+        counter.fates = {**counter.fates, 0: known}
+        counter.n += 1
+        counter.change.notify_all()
+    beats = len(counter.heartbeats)
+    counter.wait_for(lambda: len(counter.heartbeats) > beats + 1)
+    assert not courier.away
+    write_frame(mailbox, clock=8)
+    courier.wake()
+    counter.wait_for(lambda: [frame.header.fragment for frame in counter.submitted] == [1, 0])
+    counter.wait_for(lambda: "damaged" not in counter.heartbeats[-1].why)
+
+
 def test_a_frame_the_server_knows_is_not_sent_again(courier, counter, mailbox):
     digest = write_frame(mailbox)
     counter.fates = {0: {"digest": digest, "fate": "merged"}}
