@@ -124,6 +124,8 @@ STAGES = (
     Stage(MIDDLE, [Arm(0, "muon")], (61, 62, 63)),
     Stage(MIDDLE, [Arm(8, down="int4")], (61, 62, 63), rates=SWEPT),
     Stage(MILLION, [DP, Arm(8), Arm(4), Arm(2)], (61,), rates=scaled(SWEPT, MILLION)),
+    Stage(MIDDLE, [Arm(1)], (61, 62, 63), rates={1: SWEPT[0]}),
+    Stage(LARGE, [Arm(1)], (61, 62, 63), rates=scaled({1: SWEPT[0]}, LARGE)),
     Stage(MIDDLE, [Arm(0, beta=LESS), Arm(8, beta=LESS)], (61, 62, 63)),
     Stage(MIDDLE, [Arm(4, beta=LESS), Arm(2, beta=LESS)], (61, 62, 63), rates=SWEPT),
     Stage(SMALL, [Arm(0, beta=LESS), Arm(8, beta=LESS)], (61, 62, 63, 64, 65)),

@@ -54,6 +54,11 @@ def mean(lr: float, momentum: float) -> Settings:
     return (("merge.kind", "mean"), *outer(lr, momentum))
 
 
+def every(steps: int, lr: float, momentum: float) -> Settings:
+    """Rounds that follow each other faster, and an outer step that fits them."""
+    return (("sync.every", steps), *outer(lr, momentum, 0))
+
+
 LEVERS = (
     Lever(0),
     Lever(0, rate=1.2e-2),
@@ -76,7 +81,9 @@ LEVERS = (
     Lever(8, "outer 0.6 and 0.9", settings=outer(0.6, 0.9)),
     *(Lever(8, f"beta1 {beta:g}", beta1=beta) for beta in (0.8, 0.5, 0.0)),
     Lever(8, "beta1 0.5, mean, outer 0.7 and 0.9", beta1=0.5, settings=mean(0.7, 0.9)),
-    Lever(8, "every 6, outer 0.7 and 0.6", settings=(("sync.every", 6), *outer(0.7, 0.6, 0))),
+    Lever(8, "every 6, outer 0.7 and 0.6", settings=every(6, 0.7, 0.6)),
+    Lever(8, "beta1 0.5, every 6, outer 0.7 and 0.6", beta1=0.5, settings=every(6, 0.7, 0.6)),
+    Lever(8, "beta1 0.5, every 12, outer 0.4 and 0.8", beta1=0.5, settings=every(12, 0.4, 0.8)),
     Lever(8, "mean, outer 0.7 and 0.9", settings=mean(0.7, 0.9)),
     Lever(8, "outer 0.3 and 0.9", settings=outer(0.3, 0.9)),
     Lever(8, "outer 0.5 and 0.8", settings=outer(0.5, 0.8)),

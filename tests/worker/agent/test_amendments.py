@@ -252,6 +252,12 @@ with mailbox.locked(TRAINER_LOCK, seconds=60):
 """
 
 
+def ready_terms(mailbox):
+    """Under which terms a trainer may attach now; None where none may."""
+    ready = mailbox.ready()
+    return ready and ready.terms
+
+
 def test_a_trainer_that_attaches_finds_the_newest_terms(agent, counter, tmp_path, mailbox):
     """Its agent once waited for ever for one that works by settings which nobody had written."""
     regions = [{"name": "paris", "trainer": {"attach": True}}, {"name": "tokyo"}]
@@ -260,7 +266,7 @@ def test_a_trainer_that_attaches_finds_the_newest_terms(agent, counter, tmp_path
         running.agent.supervisor.argv = OWN_TRAINER
         counter.wait_for(lambda: mailbox.ready() is not None)
         counter.amend(LR)  # While nobody is there.
-        counter.wait_for(lambda: mailbox.ready() is not None and mailbox.ready().terms == 1)
+        counter.wait_for(lambda: ready_terms(mailbox) == 1)
         assert written(mailbox).inner.optimizer["lr"] == 0.5
         attached = subprocess.Popen([sys.executable, "-c", ATTACHED, str(mailbox.folder)])
         try:
@@ -271,8 +277,8 @@ def test_a_trainer_that_attaches_finds_the_newest_terms(agent, counter, tmp_path
             attached.kill()
         awaits = "following amendment 2; waiting for the trainer, which is started elsewhere"
         counter.wait_for(lambda: counter.heartbeats[-1].why.startswith(awaits))
-        ready = mailbox.ready()
-        assert ready and ready.terms == 2 and written(mailbox).inner.batch == 4
+        counter.wait_for(lambda: ready_terms(mailbox) == 2)
+        assert written(mailbox).inner.batch == 4
 
 
 # The end that is taken back
