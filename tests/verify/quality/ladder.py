@@ -124,6 +124,12 @@ STAGES = (
     Stage(MIDDLE, [Arm(0, "muon")], (61, 62, 63)),
     Stage(MIDDLE, [Arm(8, down="int4")], (61, 62, 63), rates=SWEPT),
     Stage(MILLION, [DP, Arm(8), Arm(4), Arm(2)], (61,), rates=scaled(SWEPT, MILLION)),
+    Stage(
+        MILLION,
+        [Arm(4, beta=LESS), Arm(2, beta=LESS), Arm(8, beta=LESS), Arm(0, beta=LESS)],
+        (61,),
+        rates=scaled(SWEPT, MILLION),
+    ),
     Stage(MIDDLE, [Arm(1)], (61, 62, 63), rates={1: SWEPT[0]}),
     Stage(LARGE, [Arm(1)], (61, 62, 63), rates=scaled({1: SWEPT[0]}, LARGE)),
     Stage(MIDDLE, [Arm(0, beta=LESS), Arm(8, beta=LESS)], (61, 62, 63)),
@@ -237,14 +243,6 @@ def chosen(rungs: str, ways: str) -> list[Stage]:
     ]
 
 
-def counterpart(cell: str) -> str:
-    """What a way to train is compared with: data parallel with AdamW and as much momentum."""
-    if "down" in cell:
-        return re.sub(", int4 down", "", cell)
-    momentum = re.search(r", momentum [\d.]+", cell)
-    return DP.name + (momentum[0] if momentum else "")
-
-
 def told(records: Iterable[dict[str, Any]]) -> str:
     """A row for each rung and arm; what a codec costs is told against the same arm without it."""
     from diloco_cli.bench.quality.table import half_interval
@@ -258,7 +256,7 @@ def told(records: Iterable[dict[str, Any]]) -> str:
         "| --- | --- | --: | --- | --: | --: | --: | --: | --- |",
     ]
     for (rung, cell), mine in by.items():
-        against = counterpart(cell)
+        against = re.sub(", int4 down", "", cell) if "down" in cell else DP.name
         other = by.get((rung, against), {}) if cell != against else {}
 
         def change(key: str, mine: Any = mine, other: Any = other) -> str:

@@ -31,17 +31,23 @@ def test_parts_of_the_ladder_are_chosen_by_rung_and_way():
 
 
 def test_levers_are_held_against_the_plain_one_of_their_kind():
-    rows = {lever.name: 2.0 + number / 10 for number, lever in enumerate(levers.LEVERS)}
-    assert len(rows) == len(levers.LEVERS)
+    sweep = levers.SWEEPS["25k"]
+    names = [sweep.id(lever, seed) for lever, seed in sweep.cells()]
+    assert len(set(names)) == len(names)
     records = [
-        {"id": name, "loss": loss, "ema": loss, "versions": 9, "bits_up": 3, "bits_down": 3}
-        for name, loss in rows.items()
+        {"id": name, "loss": 2.0 + number / 10, "ema": 2, "versions": 9, "bits_up": 3}
+        | {"bits_down": 3}
+        for number, name in enumerate(names)
     ]
-    said = levers.told(records)
-    plain = rows[levers.Lever(8).name]
-    change = 100 * (rows["regions 8, every 12, rate 0.003"] / plain - 1)
-    assert f"| regions 8, every 12, rate 0.003 | {plain + 0.4:.4f} | {change:+.2f} % |" in said
-    assert levers.told(records[1:2]).count("\n") == 1, "without a plain one nothing is compared"
+    said = levers.told(sweep, records)
+    first, other = (
+        [record["loss"] for record in records if record["id"].startswith(f"25k, regions 8, {what}")]
+        for what in ("rate", "clip 3, rate")
+    )
+    change = 50 * sum(b / a - 1 for a, b in zip(first, other, strict=True))
+    assert f"| regions 8, clip 3, rate 0.006 | {sum(other) / 2:.4f} | {change:+.2f} % |" in said
+    without = [record for record in records if "regions 8, rate" not in record["id"]]
+    assert "regions 8" not in levers.told(sweep, without), "without a plain one nothing is compared"
 
 
 def test_a_question_has_one_real_ending_and_three_of_other_stretches():
