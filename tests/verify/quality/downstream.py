@@ -119,18 +119,19 @@ def told(records: Sequence[dict[str, Any]]) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("weights", type=Path)
-    parser.add_argument("file", type=Path, help="is written anew")
+    parser.add_argument("file", type=Path, help="rows of other weights stay")
     parser.add_argument("--questions", type=int, default=QUESTIONS)
     options = parser.parse_args(words)
-    from diloco_cli.bench.quality.runner import append
+    from diloco_cli.bench.quality.runner import append, read
     from diloco_cli.worker.trainer.task import set_up
 
     set_up(None)
-    records = score(options.weights, options.questions)
+    records = {record["id"]: record for record in read(options.file)}
+    records |= {record["id"]: record for record in score(options.weights, options.questions)}
     options.file.unlink(missing_ok=True)
-    for record in records:
+    for record in records.values():
         append(options.file, record)
-    print(told(records))
+    print(told(list(records.values())))
     return 0
 
 

@@ -237,10 +237,30 @@ def cells(table: Table, stages: Sequence[Stage]) -> Iterator[dict[str, Any]]:
 def chosen(rungs: str, ways: str) -> list[Stage]:
     """The stages, or the parts of them, whose names match both patterns."""
     return [
-        replace(stage, arms=[arm for arm in stage.arms if re.search(ways, arm.name)])
+        replace(stage, arms=arms)
         for stage in STAGES
         if re.search(rungs, stage.rung.name)
+        and (arms := [arm for arm in stage.arms if re.search(ways, arm.name)])
     ]
+
+
+COUNTED = {"1": "one region", "2": "two regions", "4": "four regions", "8": "eight regions"}
+
+
+def in_words(cell: str) -> str:
+    """A way to train as a table has it."""
+    plain = re.sub(r"^regions (\d)", lambda found: COUNTED[found[1]], cell)
+    return plain.replace(", adamw", "")
+
+
+def place(key: tuple[str, str]) -> tuple[bool, int, bool, int, str]:
+    """Where a row stands: by size, plain ways first, then by the number of regions."""
+    rung, cell = key
+    sizes = [each.name for each in (SMALL, MIDDLE, LARGE, MILLION)]
+    regions = re.match(r"regions (\d)", cell)
+    plain = cell.endswith("adamw")
+    size = sizes.index(rung.removesuffix(" at 5"))
+    return rung not in sizes, size, not plain, int(regions[1]) if regions else 0, cell
 
 
 def told(records: Iterable[dict[str, Any]]) -> str:
@@ -255,7 +275,8 @@ def told(records: Iterable[dict[str, Any]]) -> str:
         "| parameters | | rate | seeds | rounds | loss | change | both averaged | against |",
         "| --- | --- | --: | --- | --: | --: | --: | --: | --- |",
     ]
-    for (rung, cell), mine in by.items():
+    for rung, cell in sorted(by, key=place):
+        mine = by[rung, cell]
         against = re.sub(", int4 down", "", cell) if "down" in cell else DP.name
         other = by.get((rung, against), {}) if cell != against else {}
 
@@ -264,14 +285,17 @@ def told(records: Iterable[dict[str, Any]]) -> str:
                 100 * (mine[seed][key] / other[seed][key] - 1) for seed in mine if seed in other
             ]
             half = half_interval(gaps)
-            return f"{mean(gaps):+.2f}" + (f" ± {half:.2f} %" if half else " %") if gaps else "–"
+            words = f"{mean(gaps):+.2f}" + (f" ± {half:.2f} %" if half else " %") if gaps else "–"
+            return words.replace("-", "−")
 
         first = next(iter(mine.values()))
         seeds = f"{min(mine)} to {max(mine)}" if len(mine) > 1 else str(min(mine))
         loss = mean(each["loss"] for each in mine.values())
+        beside = in_words(against) + (", int8 down" if "down" in cell else "")
         lines.append(
-            f"| {rung} | {cell} | {first['rate']:.3g} | {seeds} | {first['versions'] or '–'} "
-            f"| {loss:.4f} | {change('loss')} | {change('ema')} | {against if other else '–'} |"
+            f"| {rung.replace(' at 5', ', 5 tokens')} | {in_words(cell)} | {first['rate']:.3g} "
+            f"| {seeds} | {first['versions'] or '–'} | {loss:.4f} | {change('loss')} "
+            f"| {change('ema')} | {beside if other else '–'} |"
         )
     return "\n".join(lines)
 

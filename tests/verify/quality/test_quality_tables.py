@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,16 +26,37 @@ def test_a_ladder_tunes_until_the_best_rate_lies_between_worse_ones(tmp_path: Pa
 
 
 def test_parts_of_the_ladder_are_chosen_by_rung_and_way():
-    (only,) = ladder.chosen("^1M$", "regions 8")
+    (only,) = ladder.chosen("^1M$", "^regions 8, adamw$")
     assert [arm.name for arm in only.arms] == ["regions 8, adamw"] and only.rung.name == "1M"
     assert sum(len(stage.arms) for stage in ladder.chosen("", "")) > 20
+
+
+def test_a_ladder_compares_every_way_with_data_parallel_seed_by_seed():
+    losses = {"regions 8, muon": 1.9, "regions 8, adamw": 2.2, "data parallel, adamw": 2.0}
+    rows = [
+        {"rung": rung, "cell": cell, "seed": seed, "loss": loss, "ema": 1.0, "rate": 0.006}
+        | {"versions": 9}
+        for cell, loss in losses.items()
+        for rung in ("1M", "25k at 5", "25k")
+        for seed in (61, ladder.TUNED_ON)
+    ]
+    rows.append({**rows[4], "cell": "regions 8, adamw, int4 down", "rung": "25k", "loss": 2.31})
+    said = [line.split(" | ") for line in ladder.told(rows).splitlines()[2:]]
+    assert [(row[0], row[1], row[6]) for row in said[:5]] == [
+        ("| 25k", "data parallel", "–"),
+        ("| 25k", "eight regions", "+10.00 %"),
+        ("| 25k", "eight regions, int4 down", "+5.00 %"),
+        ("| 25k", "eight regions, muon", "−5.00 %"),
+        ("| 1M", "data parallel", "–"),
+    ]
+    assert {row[0] for row in said[-3:]} == {"| 25k, 5 tokens"}
 
 
 def test_levers_are_held_against_the_plain_one_of_their_kind():
     sweep = levers.SWEEPS["25k"]
     names = [sweep.id(lever, seed) for lever, seed in sweep.cells()]
     assert len(set(names)) == len(names)
-    records = [
+    records: list[dict[str, Any]] = [
         {"id": name, "loss": 2.0 + number / 10, "ema": 2, "versions": 9, "bits_up": 3}
         | {"bits_down": 3}
         for number, name in enumerate(names)
