@@ -219,11 +219,10 @@ class Leases:
         """
 
         def until(lease: Lease) -> Seconds:
-            if lease.failed_starts >= FAILED_STARTS:
-                return since + 2 * lease.seconds
             if lease.leaving:
                 return lease.until
-            return max(since, lease.seen) + 2 * lease.seconds
+            heard = since if lease.failed_starts >= FAILED_STARTS else max(since, lease.seen)
+            return heard + 2 * lease.seconds
 
         return [region for region in self.not_drained() if now < until(self.all[region])]
 

@@ -123,6 +123,25 @@ async def test_a_region_whose_trainers_only_end_is_named_and_not_waited_for(tmp_
 
 
 @in_a_loop
+async def test_a_region_whose_trainers_only_ended_and_that_left_is_not_waited_for_again(tmp_path):
+    bench = await joined(tmp_path, make_spec(quorum=2, budget={"tokens": 384}))
+    for restarts in range(FAILED_STARTS + 1):
+        await bench.beat("tokyo", restarts=restarts, training=False)
+    await bench.beat("tokyo", restarts=FAILED_STARTS, training=False, stopping=True)
+    bench.clock.now += 100
+    for fragment in range(2):
+        await bench.round(fragment, "iowa", "paris")
+    await bench.settle()
+    bench.clock.now += 10
+    for name in ("iowa", "paris"):
+        await bench.beat(name)
+    await bench.settle()
+    assert bench.state.ledger.end
+    await drain(bench, "iowa", "paris")
+    assert bench.state.ledger.finished == "token budget reached; not waited for: tokyo"
+
+
+@in_a_loop
 async def test_a_region_whose_trainer_was_of_some_use_between_two_ends_is_waited_for(tmp_path):
     bench = await ended(tmp_path)
     bench.clock.now += 21
