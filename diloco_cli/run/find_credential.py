@@ -99,12 +99,12 @@ def _beside(folder: Path) -> Path | None:
     # Of another release it may be; what it says besides is not looked at.
     said: Any = read(file.read_text("utf-8", "replace"), str(file)).data
     server = said.get("server") if isinstance(said, dict) else ""
-    if not isinstance(server, dict | None):
+    certs = (server or {}).get("certs") if isinstance(server, dict | None) else 0
+    if not isinstance(certs, str | None):
         raise StoreError(
             f"{file} is damaged: it is not the resolved spec of a run.",
             hint="Restore it from a copy, or name the server by its URL.",
         )
-    certs = (server or {}).get("certs")
     return _operator(str(spec_base(folder) / certs) if certs else None)
 
 

@@ -24,7 +24,9 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         refuse_foreign(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 9, b"[]", b"5", b"server: 5"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"\xff" * 9, b"[]", b"5", b"server: 5", b"server: {certs: 5}"]
+)
 def test_a_damaged_spec_of_a_run_is_named_by_who_asks_its_server(tmp_path, damage):
     (tmp_path / "spec.resolved.yaml").write_bytes(damage)
     with pytest.raises(StoreError, match=r"spec\.resolved\.yaml is damaged") as told:
