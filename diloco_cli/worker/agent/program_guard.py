@@ -42,13 +42,34 @@ def guard(trainer_lock: FileLock) -> None:
     while words := os.read(0, 64):
         heard += words
     joined = False
-    while not trainer_lock.is_free():
+    while _is_joined(trainer_lock):
         joined = True
         time.sleep(LOOK_SECONDS)
     deadline = time.monotonic() + LAST_MOMENT
     while joined and _is_here(int(heard or b"0")) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
     os.killpg(0, signal.SIGKILL)
+
+
+def _is_joined(trainer_lock: FileLock) -> bool:
+    """Whether whoever took the lock is there: what it has forked holds the lock when it is not."""
+    holder = trainer_lock.holder()
+    if holder is None or _is_there(holder):
+        return holder is not None
+    # Whoever has just taken it may be about to write its number.
+    time.sleep(LOOK_SECONDS)
+    return trainer_lock.holder() not in (None, holder)
+
+
+def _is_there(pid: str) -> bool:
+    """Whether a process of that number is there, or nobody can say."""
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, OverflowError):
+        pass
+    return True
 
 
 def _is_here(pid: int) -> bool:

@@ -41,12 +41,20 @@ from diloco_cli.system.locks import FileLock
 said, heard, lock = sys.argv[1:4]
 if lock:
     FileLock(Path(lock)).acquire()
-child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+{child}
 with open(said, "w") as pipe:
-    print(os.getpid(), child.pid, file=pipe)
+    print(os.getpid(), child, file=pipe)
 open(heard).read()
 """
 """Says who it is and has started; ends when it is told to, and leaves what it has started."""
+STARTED = """
+child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"]).pid
+"""
+FORKED = """
+child = os.fork()
+if not child:
+    __import__("signal").pause()
+"""
 
 
 @pytest.fixture
@@ -57,11 +65,12 @@ def left_behind(tmp_path):
     said, heard = tmp_path / "said", tmp_path / "heard"
     handles: list[int] = []
 
-    def begin(*, joined: bool) -> tuple[list[int], Path]:
+    def begin(*, joined: bool, child: str = STARTED) -> tuple[list[int], Path]:
         for fifo in (said, heard):
             os.mkfifo(fifo)
         lock = str(mailbox.folder / TRAINER_LOCK) if joined else ""
-        program = [sys.executable, "-c", PROGRAM, str(said), str(heard), lock]
+        program = [sys.executable, "-c", PROGRAM.format(child=child)]
+        program += [str(said), str(heard), lock]
         words = [sys.executable, "-c", AGENT, str(mailbox.folder), *program]
         with subprocess.Popen(words, stdin=subprocess.PIPE) as agent:
             pids = said.read_text().split()  # Until the program has opened it, too.
@@ -82,6 +91,13 @@ def ended(handle: int) -> bool:
 
 def test_a_program_that_had_not_joined_ends_with_its_worker_and_all_it_started(left_behind):
     (program, started), _ = left_behind(joined=False)
+    assert ended(program) and ended(started)
+
+
+def test_what_holds_the_lock_of_a_program_that_was_killed_later_is_ended_as_well(left_behind):
+    """A process that was forked has the lock, too; the next trainer would wait for it."""
+    (program, started), _ = left_behind(joined=True, child=FORKED)
+    signal.pidfd_send_signal(program, signal.SIGKILL)
     assert ended(program) and ended(started)
 
 
