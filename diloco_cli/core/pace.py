@@ -162,14 +162,15 @@ def usual_answer(averages: Averages, live: Collection[str], quorum: int, *, ever
 
     A frame that came late for the last round is a member of this one from the start.
     Without this floor it would close the round before any fresh answer could arrive.
-    It is a period at most: one that was cut off answers hours after it was asked.
+    It is a period at most, or what a quorum takes where lines are slow: one that was cut off
+    answers hours after it was asked.
     """
     known = sorted(averages.answer[region] for region in live if region in averages.answer)
     if not known:
         return 0.0
     steps = [averages.step[region] for region in live if region in averages.step]
     period = every * min(steps, default=math.inf)
-    return min(known[min(quorum, len(known)) - 1], period)
+    return min(known[min(quorum, len(known)) - 1], max(period, averages.quorum))
 
 
 def ready(reports: Reports, number: int, every: int) -> list[str]:

@@ -166,6 +166,8 @@ def test_the_usual_answer_is_that_of_the_quorum_th_live_region():
     assert usual({"iowa", "lima"}, 2) == 9 and usual({"lima"}, 1) == 0
     stepping = replace(averages, step={"paris": 2.0, "lima": 0.1})
     assert usual({*BOTH, "iowa"}, 3, stepping) == 8.0, "a period of the fastest that is here"
+    slow = replace(stepping, quorum=8.5)
+    assert usual({*BOTH, "iowa"}, 3, slow) == 8.5, "over lines on which all answers take longer"
 
 
 def test_averages_begin_with_the_first_observation_and_follow_slowly():

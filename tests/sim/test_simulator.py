@@ -124,6 +124,14 @@ def test_regions_out_of_step_stay_in_one_round_over_quick_lines():
     assert one.participation > 0.97 and one.pace < 1.1
 
 
+def test_over_lines_on_which_an_answer_takes_periods_regions_meet_again_after_a_cut():
+    """Answers that come late must not close each round before the others can give theirs."""
+    sync = {"fragments": 1, "every": 12}
+    cut = Fault(1000.0, "cut", "r1", 120.0)
+    slow = scenario(seconds=4000.0, link=Link(1e7, 0.05), jitter=0.1, faults=[cut], sync=sync)
+    assert simulate(replace(slow, sizes=even(100e6, 1))).participation > 0.95
+
+
 def test_bytes_are_the_fragments_that_travelled_at_the_measured_bits():
     one = simulate(scenario(up_bits=2.0, down_bits=4.0))
     posted = one.versions * 4
