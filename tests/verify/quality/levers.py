@@ -90,6 +90,12 @@ LEVERS = (
     Lever(8, "muon, beta 0.7", inner={"kind": "muon", "beta": 0.7, "beta1": 0.65}),
     Lever(8, "muon, beta 0.98", inner={"kind": "muon", "beta": 0.98}),
     Lever(8, "muon, beta1 0.5", inner={"kind": "muon", "beta": 0.95, "beta1": 0.5}),
+    Lever(
+        8,
+        "muon, every 12, outer 0.7 and 0.6",
+        inner={"kind": "muon", "beta1": 0.5},
+        settings=every(12, 0.7, 0.6),
+    ),
     Lever(8, "outer 0.3 and 0.9", settings=outer(0.3, 0.9)),
     Lever(8, "outer 0.5 and 0.8", settings=outer(0.5, 0.8)),
 )

@@ -28,7 +28,10 @@ def test_a_ladder_tunes_until_the_best_rate_lies_between_worse_ones(tmp_path: Pa
 def test_parts_of_the_ladder_are_chosen_by_rung_and_way():
     (only,) = ladder.chosen("^1M$", "^regions 8, adamw$")
     assert [arm.name for arm in only.arms] == ["regions 8, adamw"] and only.rung.name == "1M"
+    assert only.seeds == [61, 62, 63]
     assert sum(len(stage.arms) for stage in ladder.chosen("", "")) > 20
+    (some,) = ladder.chosen("^1M$", "^regions 8, adamw$", [62, 64])
+    assert some.seeds == [62]
 
 
 def test_a_ladder_compares_every_way_with_data_parallel_seed_by_seed():
