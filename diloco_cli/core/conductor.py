@@ -127,10 +127,9 @@ class RoundTable:
         self.moved_at = now
         self.unheard.add((fragment, region))
 
-    def closed(self, fragment: int, *, waiting: Collection[str] = ()) -> None:
-        """A round has its members; the next one begins with those whose frames came too late."""
-        called_at = self.rounds[fragment].called_at
-        self.rounds[fragment] = Round(members=tuple(waiting), asked_at=called_at)
+    def closed(self, fragment: int) -> None:
+        """A round has its members; who arrives before the next call answers this one, late."""
+        self.rounds[fragment] = Round(asked_at=self.rounds[fragment].called_at)
 
     def heard(
         self,

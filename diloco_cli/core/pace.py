@@ -21,6 +21,8 @@ MEMORY = 0.3
 """Weight of the newest observation in a moving average."""
 SPREADS = 4
 """Mean deviations beyond its average that an answer is waited for, as TCP waits for one."""
+SLOWEST = 4
+"""Periods that an answer may usually take over slow lines; who takes longer was cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +164,16 @@ def usual_answer(averages: Averages, live: Collection[str], quorum: int, *, ever
 
     A frame that came late for the last round is a member of this one from the start.
     Without this floor it would close the round before any fresh answer could arrive.
-    It is a period at most, or what a quorum takes where lines are slow: one that was cut off
-    answers hours after it was asked.
+    It is a period at most, or what a quorum takes where lines are slow, within a few periods: one
+    that was cut off answers hours after it was asked, and so does a quorum of such.
     """
     known = sorted(averages.answer[region] for region in live if region in averages.answer)
     if not known:
         return 0.0
     steps = [averages.step[region] for region in live if region in averages.step]
     period = every * min(steps, default=math.inf)
-    return min(known[min(quorum, len(known)) - 1], max(period, averages.quorum))
+    longest = max(period, min(averages.quorum, SLOWEST * period))
+    return min(known[min(quorum, len(known)) - 1], longest)
 
 
 def ready(reports: Reports, number: int, every: int) -> list[str]:

@@ -168,6 +168,8 @@ def test_the_usual_answer_is_that_of_the_quorum_th_live_region():
     assert usual({*BOTH, "iowa"}, 3, stepping) == 8.0, "a period of the fastest that is here"
     slow = replace(stepping, quorum=8.5)
     assert usual({*BOTH, "iowa"}, 3, slow) == 8.5, "over lines on which all answers take longer"
+    cut_off = replace(stepping, answer=dict.fromkeys(averages.answer, 7000.0), quorum=7000.0)
+    assert usual({*BOTH, "iowa"}, 1, cut_off) == 32.0, "four periods, whatever an outage took"
 
 
 def test_averages_begin_with_the_first_observation_and_follow_slowly():

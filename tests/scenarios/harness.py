@@ -5,7 +5,7 @@ Nothing is lost or late here unless the story says so; the crash model is for th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diloco_cli.core import conductor, pace, rounds, unmerged_work
 from diloco_cli.core.conductor import (
@@ -197,7 +197,8 @@ class Stage:
         drain = bool(self.ledger.end)
         version = self.slot.version
         self.record(RoundClosed(0, version, members, drain))
-        self.table.closed(0, waiting=tuple(self.slot.waiting))
+        self.table.closed(0)
+        self.table.rounds[0] = replace(self.table.rounds[0], members=tuple(self.slot.waiting))
         self.weights = {
             name: rules.weight(receipt.tokens, receipt.steps, steps_cap=cap)
             for name, receipt in self.slot.closing.items()
