@@ -7,6 +7,7 @@ logs.py           what the processes of a run log: one line to stderr, as text o
 malloc.py      glibc malloc: a trainer keeps freed memory, a server returns it
 private_files.py  files with secrets in them: who but their owner can read them?
 process_end.py    how did a process end? Its exit code in words, the last error of its log
+process_handle.py  a handle of a process, which stays with it when its pid is given to another
 process_log.py    the log of a process that we start, in two files of a bounded size
 locks.py          a lock file that names its holder
 threads.py        how does a coroutine wait for work in a thread, which cannot be cancelled?

@@ -182,10 +182,10 @@ class Agent:
             if self.correction:
                 self.correction.make(about.was)
             if join.is_replaced(about):
-                self.supervisor.stop()
+                self.supervisor.vacate()
                 join.begin_anew(about)
             if join.is_continued(about):
-                self.supervisor.stop()
+                self.supervisor.vacate()
                 reach("realign.stopped")
                 join.go_over(about)
                 reach("realign.named")

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from diloco_cli.errors import SpecError
+from diloco_cli.system.process_handle import kill_group_of, open_process
 from diloco_cli.system.process_log import ProcessLog
 from diloco_cli.system.wakeup import write_wakeup
 from diloco_cli.worker.agent import program_guard
@@ -29,7 +30,6 @@ from diloco_cli.worker.agent.trainer_process import (
     StartedProcess,
     end_trainer,
     open_fifos,
-    open_process,
 )
 from diloco_cli.worker.handover import HandoverRecord
 from diloco_cli.worker.mailbox import TRAINER_LOCK, Mailbox
@@ -38,7 +38,10 @@ LOOK_SECONDS = 0.2
 
 
 class CommandTrainer(StartedProcess):
-    """Started in a process group of its guard's; linked once somebody below it has joined."""
+    """Started in a process group of its guard's; linked once somebody below it has joined.
+
+    It may make itself the leader of another group, as GNU `timeout` does: that is ended as well.
+    """
 
     def __init__(
         self,
@@ -101,10 +104,12 @@ class CommandTrainer(StartedProcess):
 
     def kill(self) -> None:
         """Ends it and all it has started; may be called from a signal handler."""
-        with contextlib.suppress(OSError):
-            os.killpg(self._guard.pid, signal.SIGKILL)
+        if self._child.returncode is None:  # Its pid is its own.
+            kill_group_of(self._child.pid)
+        kill_group_of(self._guard.pid)
 
     def _listen(self) -> None:
+        group = 0
         while self._child.poll() is None:
             if self._fifos is None:
                 with self._lock:
@@ -112,10 +117,16 @@ class CommandTrainer(StartedProcess):
             heard = [self._fifos[1]] if self._fifos else []
             ends = [] if self._process is None else [self._process]
             ready, _, _ = select.select([*heard, *ends], [], [], LOOK_SECONDS)
+            with contextlib.suppress(OSError):  # It has ended perhaps, but keeps its number.
+                group = os.getpgid(self._child.pid)
             if self._fifos and self._fifos[1] in ready:
                 self._hear(self._fifos[1])
         self._child.wait()
-        self._end_guard()  # Workers of a launcher that died would go on for no one.
+        # Workers of a launcher that died would go on for no one.
+        if group == self._child.pid:
+            with contextlib.suppress(OSError):
+                os.killpg(group, signal.SIGKILL)
+        self._end_guard()
         end_trainer(self._mailbox)
         self._unlink()
         if self._process is not None:
@@ -124,7 +135,7 @@ class CommandTrainer(StartedProcess):
 
     def _end_guard(self) -> None:
         """Ends the guard and with it all that is left of the group."""
-        self.kill()
+        kill_group_of(self._guard.pid)
         self._guard.wait()
         if self._guard.stdin:
             self._guard.stdin.close()

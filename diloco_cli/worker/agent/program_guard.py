@@ -8,7 +8,8 @@ the next worker starts another beside it.
     pipe open ──▶ closed ──▶ nobody has joined ─────────────────────────────╮
                           ──▶ somebody has ──▶ has left ──▶ program ended ──┴─▶ end the group
 
-We lead the program's process group, so that all of it is in reach and its number stays its own.
+We lead the program's process group, so that all of it is in reach and its number stays its own. A
+program that leads another one is known by its handle.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 
 from diloco_cli.system.locks import FileLock
+from diloco_cli.system.process_handle import has_ended, kill_group_of, open_process
 from diloco_cli.system.wakeup import LAST_MOMENT
 
 LOOK_SECONDS = 0.5
@@ -38,16 +40,19 @@ def guard(trainer_lock: FileLock) -> None:
     # A program that signals its whole group does not mean us.
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(kind, signal.SIG_IGN)
-    heard = b""
+    program, handle = 0, None
     while words := os.read(0, 64):
-        heard += words
+        program = int(words)
+        handle = open_process(program)
     joined = False
     while _is_joined(trainer_lock):
         joined = True
         time.sleep(LOOK_SECONDS)
     deadline = time.monotonic() + LAST_MOMENT
-    while joined and _is_here(int(heard or b"0")) and time.monotonic() < deadline:
+    while joined and _is_here(handle, program) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
+    if handle is not None and not has_ended(handle):
+        kill_group_of(program)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -72,8 +77,10 @@ def _is_there(pid: str) -> bool:
     return True
 
 
-def _is_here(pid: int) -> bool:
-    """Whether a process is there and in our group: its pid may be another's by now."""
+def _is_here(handle: int | None, pid: int) -> bool:
+    """Whether the program is there; without a handle, whether its pid is one of our group's."""
+    if handle is not None:
+        return not has_ended(handle)
     with contextlib.suppress(OSError):
         return pid > 0 and os.getpgid(pid) == os.getpgrp()
     return False

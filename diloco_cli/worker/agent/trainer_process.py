@@ -24,6 +24,7 @@ from pathlib import Path
 
 from diloco_cli.system import logs
 from diloco_cli.system.process_end import LastWords
+from diloco_cli.system.process_handle import open_process, signal_process
 from diloco_cli.system.process_log import ProcessLog
 from diloco_cli.system.wakeup import write_wakeup
 from diloco_cli.wire.messages import TrainerProgress
@@ -181,7 +182,7 @@ class InheritedTrainer:
 
     def _send(self, number: signal.Signals) -> None:
         if self.code is None and self._is_there():
-            _signal(self._process, self.pid, number)
+            signal_process(self._process, self.pid, number)
 
     def _is_there(self) -> bool:
         # With a handle it is there until the handle says otherwise. It releases its lock a
@@ -236,7 +237,7 @@ def end_trainer(mailbox: Mailbox, number: signal.Signals = signal.SIGKILL) -> No
         handle = open_process(pid)
         # It may have ended since, and its pid may be another process's by now.
         if mailbox.trainer_lock_holder() == pid:
-            _signal(handle, pid, number)
+            signal_process(handle, pid, number)
         if handle is not None:
             os.close(handle)
 
@@ -252,23 +253,6 @@ def open_fifos(mailbox: Mailbox) -> tuple[int, int] | None:
         if output is not None:
             os.close(output)
         return None
-
-
-def open_process(pid: int) -> int | None:
-    """A handle that stays with this process when its pid is given to another."""
-    if not hasattr(os, "pidfd_open"):
-        return None
-    with contextlib.suppress(OSError):
-        return os.pidfd_open(pid)
-    return None
-
-
-def _signal(handle: int | None, pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(OSError):
-        if handle is None:
-            os.kill(pid, number)
-        else:
-            signal.pidfd_send_signal(handle, number)
 
 
 def how_far(progress: TrainerProgress) -> str:

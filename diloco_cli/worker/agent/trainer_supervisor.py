@@ -130,7 +130,7 @@ class TrainerSupervisor:
         )
         if self.trainer:
             self._since = self._stepped_at = time.monotonic()
-            self._stuck = ""
+            self._stuck, self._sent_away = "", (None, 0.0)  # It may have joined again, as ours.
             progress, pid = self.mailbox.progress(), self.trainer.pid
             step = progress.step if progress else None
             self.events.note("trainer-adopted", region=self.region, pid=pid, step=step)
@@ -337,6 +337,15 @@ class TrainerSupervisor:
             trainer.kill()
             trainer.wait(KILL_SECONDS)
             self.trainer = None
+
+    def vacate(self) -> None:
+        """Stops the trainer, and waits for one that was sent away: nobody may be training."""
+        self.stop()
+        while (pid := self._sent_away[0]) is not None and not self.wakeup.stop_reason:
+            if self.mailbox.trainer_lock_holder() != pid:
+                break
+            self.end_who_stays()
+            self.wakeup.pause(0.5)
 
     def kill(self) -> None:
         """Ends the trainer at once; may be called from a signal handler."""

@@ -9,18 +9,23 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diloco_cli.observe.events import read_events
+from diloco_cli.observe.events import EventLog, read_events
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.system.wakeup import Wakeup
 from diloco_cli.wire.messages import TrainerProgress
 from diloco_cli.worker.agent import trainer_supervisor
+from diloco_cli.worker.agent.command_trainer import CommandTrainer
+from diloco_cli.worker.agent.trainer_supervisor import TrainerSupervisor
 from diloco_cli.worker.handover import OWN_TRAINER, HandoverRecord
 from diloco_cli.worker.mailbox import TRAINER_LOCK, FolderOwner, Mailbox
-from tests.worker.fake_server import OWN, RUN
+from tests.worker.fake_server import OWN, RUN, settings_in
 
 AGENT = """
 import sys
@@ -92,6 +97,49 @@ def ended(handle: int) -> bool:
 def test_a_program_that_had_not_joined_ends_with_its_worker_and_all_it_started(left_behind):
     (program, started), _ = left_behind(joined=False)
     assert ended(program) and ended(started)
+
+
+def test_a_program_that_leads_a_group_of_its_own_ends_with_its_worker_too(left_behind):
+    """As GNU `timeout` does, and whoever else calls setpgid."""
+    (program, started), _ = left_behind(joined=False, child=f"os.setpgid(0, 0)\n{STARTED}")
+    assert ended(program) and ended(started)
+
+
+@pytest.fixture
+def under_timeout(tmp_path):
+    """A program that GNU `timeout` runs in a group of its own: its trainer, and a handle of it."""
+    mailbox, said = Mailbox(tmp_path / "paris"), tmp_path / "said"
+    mailbox.prepare()
+    os.mkfifo(said)
+    trainer = CommandTrainer(
+        ["timeout", "1h", "sh", "-c", f"echo $$ > {said}; exec sleep 600"],
+        mailbox,
+        HandoverRecord((), "", "run", "owner"),
+        tmp_path / "log",
+        environment={},
+        on_output=lambda _: None,
+        on_end=lambda: None,
+    )
+    sleeping = os.pidfd_open(int(said.read_text()))
+    yield trainer, sleeping
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(sleeping, signal.SIGKILL)
+    os.close(sleeping)
+    trainer.kill()
+
+
+def test_a_program_in_a_group_of_its_own_is_killed_with_all_it_started(under_timeout):
+    trainer, sleeping = under_timeout
+    trainer.kill()
+    assert ended(sleeping)
+    trainer.wait(60)
+    assert trainer.code == -signal.SIGKILL
+
+
+def test_what_a_killed_launcher_leaves_in_a_group_of_its_own_is_ended(under_timeout):
+    trainer, sleeping = under_timeout
+    os.kill(trainer.pid, signal.SIGKILL)
+    assert ended(sleeping)
 
 
 def test_what_holds_the_lock_of_a_program_that_was_killed_later_is_ended_as_well(left_behind):
@@ -183,6 +231,42 @@ def test_a_program_that_was_taken_over_is_killed_when_it_makes_no_step_for_its_p
     happened = {event.kind: event.fields for event in reversed(list(read_events(log)))}
     assert happened["trainer-adopted"]["pid"] == happened["trainer-died"]["pid"] == program.pid
     assert "it made no step for 1s" in happened["trainer-died"]["why"]
+
+
+@pytest.fixture
+def supervisor(own, tmp_path) -> Iterator[TrainerSupervisor]:
+    """One that looks at a folder before it has joined."""
+    settings = settings_in(Mailbox(tmp_path / "regions" / "paris"), own)
+    events = EventLog(tmp_path / "events.jsonl", "paris")
+    how: dict[str, Any] = {"argv": OWN_TRAINER, "say_goodbye": lambda _: None}
+    supervisor = TrainerSupervisor(settings, tmp_path, events, Wakeup(), **how)
+    yield supervisor
+    supervisor.kill()
+    if supervisor.trainer:
+        supervisor.trainer.wait(60)
+
+
+def test_a_trainer_that_was_sent_away_and_joined_again_as_ours_stays(
+    hanging, supervisor, own, monkeypatch, log_lines
+):
+    monkeypatch.setattr(trainer_supervisor, "STOP_SECONDS", -1)
+    program = hanging(run="another")
+    supervisor.adopt()
+    mailbox, before = supervisor.mailbox, supervisor.trainer
+    ours = HandoverRecord.of(OWN_TRAINER, own, "paris", mailbox.identity())
+    mailbox.trainer_file.write_text(json.dumps({"pid": program.pid, **asdict(ours)}))
+    supervisor.adopt()
+    assert before is None and supervisor.trainer and supervisor.trainer.pid == program.pid
+    supervisor.end_who_stays()
+    assert not any("it stayed" in line for line in log_lines)
+
+
+def test_a_folder_is_not_vacated_before_who_was_sent_away_is_gone(hanging, supervisor, monkeypatch):
+    monkeypatch.setattr(trainer_supervisor, "STOP_SECONDS", 0.2)
+    program = hanging(run="another")
+    supervisor.adopt()
+    supervisor.vacate()
+    assert program.wait(60) == -signal.SIGKILL
 
 
 def test_a_trainer_that_was_sent_away_and_does_not_go_is_killed(
