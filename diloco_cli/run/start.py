@@ -43,7 +43,7 @@ from diloco_cli.run.goal import StopCondition, parse_goal
 from diloco_cli.run.supervise_run import LocalRun, LocalRunPlan, error_like
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system import logs
-from diloco_cli.system.process_end import last_words
+from diloco_cli.system.process_log import ProcessLog
 
 log = logging.getLogger(__name__)
 
@@ -171,10 +171,9 @@ def run_in_background(
     if remark := settle_spec(spec, folder).remark:
         progress.say(remark)
     log_file = folder / "logs" / "run.log"
+    log = ProcessLog(log_file)
     try:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_file, "ab") as output:
-            log_start = output.tell()
+        with log.opened() as output:
             child = subprocess.Popen(
                 [sys.executable, "-m", "diloco_cli", *options.command(), *logs.options()],
                 stdin=subprocess.DEVNULL,
@@ -186,7 +185,7 @@ def run_in_background(
         raise cannot_write(log_file, error) from None
     code = _exit_code_at_start(child, folder)
     if code:
-        raise error_like(code, "", last_words(log_file, since=log_start))
+        raise error_like(code, "", log.last_words())
     child.returncode = 0  # It outlives us on purpose, so nothing waits for it here.
     return BackgroundRun(child.pid, log_file, is_over=code is not None)
 

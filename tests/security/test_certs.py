@@ -144,6 +144,25 @@ def test_whatever_a_crash_leaves_of_a_bundle_the_next_one_is_whole(
     assert seen >= 5
 
 
+def test_init_makes_an_operator_anew_whose_renewal_was_cut_short_but_none_that_was_moved(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    credentials = CredentialFolder(here / "certs")
+    run, home = credentials.entries()[0], here / "certs/admins/operator"
+    assert credentials.create_missing(run, ["localhost"], 30) == []
+    renew = functools.partial(credentials.issue, "admin", "operator", 30, renew=True)
+    torn = 0
+    for rename in itertools.count():
+        if not killed_at(monkeypatch, rename, renew):
+            break
+        torn += bool(credentials.create_missing(run, ["localhost"], 30))
+        caller = TokenList(here / "certs/tokens.json", run).who(load_credentials(home).token)
+        assert str(caller) == "admin:operator"
+    assert torn
+    home.rename(here / "elsewhere")
+    assert credentials.create_missing(run, ["localhost"], 30) == []
+
+
 def test_an_expired_certificate_of_the_server_is_made_anew(here: Path):
     old = CredentialFolder(here / "certs")
     run = old.entries()[0]

@@ -84,7 +84,7 @@ class ObservedRun:
     @property
     def settings(self) -> dict[str, Any]:
         """Of the run, as it began; empty on a host that has none."""
-        with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+        with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
             found = yaml.safe_load((self.folder / RESOLVED).read_text(encoding="utf-8"))
             return found if isinstance(found, dict) else {}
         return {}

@@ -71,7 +71,11 @@ class CredentialFolder:
                     hint="Give each run a folder of its own with --dir.",
                 )
             done += self._server(hosts, days)
-            if not self._live("admin", OPERATOR):
+            # One that was moved elsewhere is not missing, one whose renewal was cut short is.
+            torn = bundle(self.folder, "admin", OPERATOR).exists() and not self._whole(
+                "admin", OPERATOR
+            )
+            if torn or not self._live("admin", OPERATOR):
                 self._issue("admin", OPERATOR, days)
                 done.append(f"admin {OPERATOR!r} in {bundle(self.folder, 'admin', OPERATOR)}")
             return done
