@@ -132,6 +132,7 @@ STAGES = (
         rates=scaled(SWEPT, MILLION),
     ),
     Stage(LARGE, [Arm(8, "muon")], (61, 62, 63), rates=scaled(SWEPT, LARGE)),
+    Stage(LARGE, [DP, Arm(8)], ()),  # Are the rates by width the best ones? A search, no more.
     Stage(MIDDLE, [Arm(1)], (61, 62, 63), rates={1: SWEPT[0]}),
     Stage(LARGE, [Arm(1)], (61, 62, 63), rates=scaled({1: SWEPT[0]}, LARGE)),
     Stage(MIDDLE, [Arm(0, beta=LESS), Arm(8, beta=LESS)], (61, 62, 63)),
@@ -145,7 +146,7 @@ STAGES = (
         rates=scaled(SWEPT, LARGE),
     ),
 )
-GUESSES = {"25k": 1.2e-2, "123k": 6e-3}
+GUESSES = {"25k": 1.2e-2, "123k": 6e-3, "282k": SWEPT[0] * MIDDLE.width / LARGE.width}
 
 
 class Table:
