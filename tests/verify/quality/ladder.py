@@ -134,6 +134,7 @@ STAGES = (
     Stage(LARGE, [Arm(8, "muon")], (61, 62, 63), rates=scaled(SWEPT, LARGE)),
     Stage(LARGE, [DP, Arm(8)], ()),  # Are the rates by width the best ones? A search, no more.
     Stage(MIDDLE, [Arm(1)], (61, 62, 63), rates={1: SWEPT[0]}),
+    Stage(MIDDLE, [DP, Arm(8), Arm(4), Arm(2)], (64, 65), rates=SWEPT),
     Stage(LARGE, [Arm(1)], (61, 62, 63), rates=scaled({1: SWEPT[0]}, LARGE)),
     Stage(MIDDLE, [Arm(0, beta=LESS), Arm(8, beta=LESS)], (61, 62, 63)),
     Stage(MIDDLE, [Arm(4, beta=LESS), Arm(2, beta=LESS)], (61, 62, 63), rates=SWEPT),
