@@ -11,8 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from diloco_cli.observe.status import Goodputs, HostStatus, RegionStatus, Status, TextStatus
-from diloco_cli.observe.units import amount, bytes_, percent
+from diloco_cli.observe.status import (
+    Goodputs,
+    HostStatus,
+    LossStatus,
+    RegionStatus,
+    Status,
+    TextStatus,
+)
+from diloco_cli.observe.units import amount, bytes_, loss, percent
 
 SLOW_HOST = 1.3
 """Times the usual time from which on a host of a region is called slow."""
@@ -199,6 +206,16 @@ def standing_in_words(status: Status) -> str:
     unlisted = f" ({counts['unlisted']} not listed)" if counts["unlisted"] else ""
     noun = "member" if counts["member"] == 1 else "members"
     return ", ".join([f"{counts['member']} {noun}{unlisted}", *parts])
+
+
+def average_in_words(losses: LossStatus) -> str:
+    """Says the loss of the average of the published weights, and of which outer step it is.
+
+    It is measured at moments of its own: beside another loss it stands with its own step.
+    """
+    if losses.ema is None:
+        return ""
+    return f"of the average {loss(losses.ema)} at outer step {amount(losses.ema_at)}"
 
 
 def warnings(status: Status) -> list[str]:

@@ -17,7 +17,13 @@ _RUN = (
     ("outer_steps", "outer_steps", "Versions published, all fragments together"),
     ("tokens_budget", "tokens.budget", "Merged tokens at which the run ends"),
     ("loss_heldout", "loss.heldout", "Held-out loss of the global weights, nats per token"),
+    (
+        "loss_heldout_outer_steps",
+        "loss.heldout_at",
+        "Outer steps of the weights that were measured",
+    ),
     ("loss_heldout_ema", "loss.ema", "Held-out loss of the average of the published weights"),
+    ("loss_heldout_ema_outer_steps", "loss.ema_at", "Outer steps of the average that was measured"),
     ("loss_train", "loss.train", "Training loss, averaged over regions"),
     ("goodput_ratio", "goodput", "Kept: tokens applied over tokens trained"),
     ("goodput_time_ratio", "goodputs.time", "Share of the time in steps whose work is useful"),

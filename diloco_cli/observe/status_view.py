@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_cli.observe.history import Curves
-from diloco_cli.observe.metrics import per_device, standing_in_words, warnings
+from diloco_cli.observe.metrics import average_in_words, per_device, standing_in_words, warnings
 from diloco_cli.observe.seen_run import SeenRun
 from diloco_cli.observe.status import (
     Goodputs,
@@ -223,8 +223,7 @@ def _figures(status: Status) -> list[str]:
     facts = [heldout, f"outer steps {amount(status.outer_steps)}"]
     if at is not None:
         facts = [f"{heldout} at outer step {amount(at)} of {amount(status.outer_steps)}"]
-    if status.loss.ema is not None:
-        facts.append(f"EMA {loss(status.loss.ema)}")
+    facts += [average] if (average := average_in_words(status.loss)) else []
     shares = [f"goodput: {goodputs}"] if (goodputs := goodputs_in_words(status.goodputs)) else []
     if status.goodput is not None:
         shares.append(f"kept {percent(status.goodput)}")

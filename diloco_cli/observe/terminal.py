@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from diloco_cli.observe.metrics import seconds_left
+from diloco_cli.observe.metrics import average_in_words, seconds_left
 from diloco_cli.observe.seen_run import SeenRun
 from diloco_cli.observe.status import LastKnown, LossStatus, Status, Summary
 from diloco_cli.observe.status_view import (
@@ -253,9 +253,7 @@ def _states(status: Status) -> tuple[str, ...]:
 def _losses(losses: LossStatus, outer_steps: int | None) -> str:
     """Says each evaluation once, with the outer steps that its weights had."""
     plain = _plain_losses(losses, outer_steps)
-    if losses.ema is None:
-        return plain
-    return f"{plain}; of their average {loss(losses.ema)} at {amount(losses.ema_at)}"
+    return "; ".join(filter(None, (plain, average_in_words(losses))))
 
 
 def _plain_losses(losses: LossStatus, outer_steps: int | None) -> str:

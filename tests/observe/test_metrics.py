@@ -72,6 +72,14 @@ def test_prometheus_shows_what_is_known_and_leaves_out_what_is_not():
     assert ("diloco_region_loss", "paris") not in found
 
 
+def test_each_held_out_loss_has_the_outer_steps_of_what_was_measured():
+    losses = {"heldout": 5.698, "heldout_at": 0, "ema": 2.9, "ema_at": 5}
+    found = samples(make_status(loss=losses))
+    for name, loss, steps in (("heldout", 5.698, 0), ("heldout_ema", 2.9, 5)):
+        assert found[f"diloco_loss_{name}",] == loss
+        assert found[f"diloco_loss_{name}_outer_steps",] == steps
+
+
 def test_a_run_without_regions_is_still_valid_prometheus_text():
     assert samples(make_status(state="stopped"))["diloco_state", "waiting"] == 0
 

@@ -206,6 +206,16 @@ def test_figures_are_not_wrapped_in_a_window_of_80_columns():
     assert "bits/param 3.15 up, 6.20 down · 598.0k pending · 99.0k discarded" in told
 
 
+def test_the_average_of_the_weights_stands_with_its_own_outer_step():
+    """It is often newer than the plain loss beside it, for example after a resume."""
+    losses = {"heldout": 5.698, "heldout_at": 0, "ema": 2.9, "ema_at": 5}
+    shown = changed(loss=losses, outer_steps=14)
+    told = drawn(status_view(shown), 80).splitlines()
+    expected = "held-out loss 5.698 at outer step 0 of 14 · of the average 2.900 at outer step 5"
+    assert expected in [each.rstrip() for each in told]
+    assert "at outer step 0; of the average 2.900 at outer step 5" in page(shown)
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_share_of_the_time_leads_and_what_is_merely_kept_is_not_called_goodput(width):
     """A run that stood still for most of the time must not read as if all were well."""
@@ -230,7 +240,7 @@ LOSSES = [
             **{"heldout": 5.7, "first": 5.7, "heldout_at": 0, "first_at": 0},
             **{"ema": 5.5, "ema_at": 4},
         ),
-        "5.700 at outer step 0 of 96, the only evaluation; of their average 5.500 at 4",
+        "5.700 at outer step 0 of 96, the only evaluation; of the average 5.500 at outer step 4",
     ),
     (
         LossStatus(heldout=5.743, first=5.743, best=5.743, heldout_at=0, first_at=0, best_at=0),

@@ -19,7 +19,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from diloco_cli.observe.metrics import seconds_left, standing_in_words, warnings
+from diloco_cli.observe.metrics import average_in_words, seconds_left, standing_in_words, warnings
 from diloco_cli.observe.page.curves import (
     MOST_LINES,
     goodput_chart,
@@ -238,7 +238,7 @@ def _loss(status: Status, history: Mapping[str, Any], view: View, styles: Mappin
         by_time=view.by_time,
         rule="" if view.by_time else "budget",
     )
-    average = f"their average {loss(status.loss.ema)}; " if status.loss.ema is not None else ""
+    average = f"{words}; " if (words := average_in_words(status.loss)) else ""
     more = f"{measured}{average}training {loss(status.loss.train)}"
     many = len(history["regions"]) > MOST_LINES
     band = "The line is the median of the regions, the band holds eight of ten. " if many else ""

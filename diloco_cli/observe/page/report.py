@@ -6,7 +6,6 @@ tokens went, what happened, and what it takes to repeat it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -39,7 +38,7 @@ from diloco_cli.observe.page.records import chaos_part
 from diloco_cli.observe.page.round_chart import span
 from diloco_cli.observe.run_record import RunRecord
 from diloco_cli.observe.status import Summary
-from diloco_cli.observe.units import UNKNOWN, amount, bytes_, loss, percent, seconds
+from diloco_cli.observe.units import amount, bytes_, loss, percent, seconds
 
 MOST_ROWS = 60
 """Rows of a table; of more, every so many-th is shown, and always the last."""
@@ -189,37 +188,41 @@ def _losses(record: RunRecord, summary: Summary, styles: Mapping[str, str]) -> s
         label="Losses over time, nats per token",
         by_time=True,
     )
-    points = list(zip(*record.evaluations.values(), strict=True))
-    step = max(1, -(-len(points) // MOST_ROWS))
-    shown = [p for n, p in enumerate(points) if n % step == 0 or n == len(points) - 1]
-    averages = record.ema["outer_step"], record.ema["loss"]
-    rows = [
-        f"<tr><td>{seconds(at)}</td><td>{amount(many)}</td><td>{amount(number)}</td>"
-        f"<td>{value:.4f}</td>{_averaged(*averages, number)}</tr>"
-        for at, many, value, number in shown
-    ]
     keys = "".join(
         f"<span class='key'>{mark(style)}{escape(name)}</span>"
         for name, style in styles.items()
         if name in record.regions
     )
     legend = f"<p class='quiet small'><span class='key'>thick: held-out</span>{keys}</p>"
-    heads = ["time", "merged tokens", "outer step", "held-out loss"]
-    heads += ["of the average"] if record.ema["loss"] else []
-    listed = table(heads, rows, "Evaluations")
     return (
         f"<section>{heading('Loss over merged tokens')}{over_tokens}{legend}</section>"
         f"<section>{heading('Loss over time')}{over_time}</section>"
-        f"<details><summary>Every evaluation</summary>{listed}</details>"
+        f"<details><summary>Every evaluation</summary>{_evaluations(record)}</details>"
     )
 
 
-def _averaged(steps: Sequence[int], losses: Sequence[float], number: int) -> str:
-    """A cell with what was measured of the average then or next; none where there is none."""
-    if not losses:
-        return ""
-    place = bisect_left(steps, number)
-    return f"<td>{losses[place]:.4f}</td>" if place < len(losses) else f"<td>{UNKNOWN}</td>"
+def _evaluations(record: RunRecord) -> str:
+    """A row for each measurement: the average's are of other outer steps than the weights'."""
+    both = bool(record.ema["loss"])
+    series = {"the weights": record.evaluations, "their average": record.ema}
+    points = [
+        (*point, of)
+        for of, columns in series.items()
+        for point in _some(list(zip(*columns.values(), strict=True)), MOST_ROWS // (1 + both))
+    ]
+    rows = [
+        f"<tr><td>{seconds(at)}</td><td>{amount(many)}</td><td>{amount(number)}</td>"
+        f"{f'<td>{of}</td>' * both}<td>{value:.4f}</td></tr>"
+        for at, many, value, number, of in sorted(points)
+    ]
+    heads = ["time", "merged tokens", "outer step", *["of"] * both, "held-out loss"]
+    return table(heads, rows, "Evaluations")
+
+
+def _some(points: Sequence[tuple[float, ...]], most: int) -> list[tuple[float, ...]]:
+    """Every so many-th, and always the last."""
+    step = max(1, -(-len(points) // most))
+    return [p for n, p in enumerate(points) if n % step == 0 or n == len(points) - 1]
 
 
 def _speed(record: RunRecord, summary: Summary, styles: Mapping[str, str]) -> str:

@@ -115,11 +115,12 @@ def test_the_average_of_the_weights_has_a_line_of_its_own():
     for second in range(9):
         losses = {"heldout": 3.0, "heldout_at": second, "ema": 2.5, "ema_at": second}
         history.sample(second, make_status(state="training", loss=losses))
-    status = make_status(state="training", loss={"heldout": 3.0, "heldout_at": 8, "ema": 2.5})
+    newest = {"heldout": 3.0, "heldout_at": 8, "ema": 2.5, "ema_at": 9}
+    status = make_status(state="training", loss=newest)
     shown = page(status, {"now": 9.0, **history.document()})
     [average] = re.findall(r"class='line dash' data-name='EMA' d='([^']+)'", shown)
     assert len(re.findall("[ML]", average)) == 9
-    assert "their average 2.500" in shown and "Dashed: the average" in shown
+    assert "of the average 2.500 at outer step 9" in shown and "Dashed: the average" in shown
 
 
 def test_labels_of_small_charts_are_few_and_never_say_the_same_twice():

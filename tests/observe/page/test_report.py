@@ -99,10 +99,63 @@ def test_the_average_of_the_weights_stands_beside_them_where_there_is_one(tmp_pa
         folder = a_run(tmp_path / str(ema), ema=ema)
         assert invoked("report", folder, "--out", out).exit_code == 0
         text = out.read_text()
-        facts = ("data-name='EMA'", "of the average</th>", "the average of the weights, at")
+        facts = ("data-name='EMA'", "<td>their average</td>", "the average of the weights, at")
         found[ema] = [fact in text for fact in facts]
         assert len(read_run(folder).ema["loss"]) == (40 if ema else 0)
     assert found == {False: [False] * 3, True: [True] * 3}
+
+
+class Cells(HTMLParser):
+    """The rows of the table of evaluations."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.rows = False, []
+
+    def handle_starttag(self, tag, attrs):
+        self.inside = self.inside or ("aria-label", "Evaluations") in attrs
+        if self.inside and tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag != "table"
+
+    def handle_data(self, data):
+        if self.inside:
+            self.rows[-1].append(data)
+
+
+def test_each_evaluation_stands_in_a_row_with_its_own_time_and_outer_step(tmp_path):
+    folder, out = a_run(tmp_path / "run"), tmp_path / "report.html"
+    history = History(1)
+    measured = [(6, {"heldout": 5.698, "heldout_at": 0}), (11, {"ema": 2.6887, "ema_at": 7})]
+    losses = {}
+    for second, found in [*measured, (30, {"heldout": 1.8, "heldout_at": 14})]:
+        losses |= found
+        applied = {"applied": 10 * (second - 6), "trained": 400}
+        history.sample(second, make_status(seconds=float(second), loss=losses, tokens=applied))
+    (folder / "history.npz").write_bytes(history.dump())
+    assert invoked("report", folder, "--out", out).exit_code == 0
+    cells = Cells()
+    cells.feed(out.read_text())
+    assert cells.rows == [
+        ["time", "merged tokens", "outer step", "of", "held-out loss"],
+        ["6 s", "0", "0", "the weights", "5.6980"],
+        ["11 s", "50", "7", "their average", "2.6887"],
+        ["30 s", "240", "14", "the weights", "1.8000"],
+    ]
+
+
+def test_of_many_evaluations_both_kinds_are_listed_to_the_last(tmp_path):
+    folder, out = a_run(tmp_path / "run", seconds=500, ema=True), tmp_path / "report.html"
+    assert invoked("report", folder, "--out", out).exit_code == 0
+    cells = Cells()
+    cells.feed(out.read_text())
+    rows = [row for row in cells.rows if row]
+    assert 50 <= len(rows) <= 63
+    for kind in ("the weights", "their average"):
+        mine = [row for row in rows if row[3] == kind]
+        assert len(mine) > 24 and mine[-1][2] == "499"
 
 
 def test_a_run_without_summary_or_curves_has_a_report_too(tmp_path):
