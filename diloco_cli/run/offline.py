@@ -86,7 +86,7 @@ def read_weights(
         "run": archive.run,
         "versions": json.dumps(versions),
         "layout": parts.layout.digest,
-        **about_model(settings),
+        **about_model(settings, average=ema),
     }
     return StoredWeights(history.newest.spec, params, metadata, tuple(moving))
 

@@ -65,6 +65,32 @@ def test_an_exported_folder_has_what_others_look_for(capsys, run):
     assert not list(Path().glob(".hf*"))
 
 
+def test_the_card_of_an_average_has_the_loss_of_the_average(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = SPEC + "outer: {kind: nesterov, ema: 0.5}\n"
+    run = trained(tmp_path, [0, 1, 0, 1], text + "server: {store: {kind: folder, whole: 1}}\n")
+    losses = {"first": 5.7, "heldout": 1.835, "heldout_at": 4, "ema": 1.8402, "ema_at": 4}
+
+    def card(*options: object, **changed: object) -> str:
+        summary = {"state": "finished", "loss": {**losses, **changed}}
+        (run / "summary.json").write_text(json.dumps(summary))
+        shutil.rmtree("hf", ignore_errors=True)
+        assert diloco(capsys, "export", *options, "--out", "hf")[0] == 0
+        return Path("hf/README.md").read_text()
+
+    average = card(run, "--ema")
+    assert "are the average of the last versions" in average and "1.8350" not in average
+    assert "| held-out loss of these weights | 1.8402 nats per token |" in average
+    plain = card(run)
+    assert "average" not in plain and "1.8402" not in plain
+    assert "| held-out loss of these weights | 1.8350 nats per token |" in plain
+    # What was measured of others is not passed off as the loss of these.
+    assert "loss of the average at outer step 2 | 1.8402" in card(run, "--ema", ema_at=2)
+    assert "loss of the run at outer step 4 | 1.8350" in card(run, "--version", 1)
+    diloco(capsys, "pull", run, "--ema", "--out", "average.safetensors")
+    assert "are the average of the last versions" in card("average.safetensors")
+
+
 def test_a_pulled_file_says_which_model_it_is_of(capsys, run):
     diloco(capsys, "pull", run, "--out", "w.safetensors")
     weights = load_file("w.safetensors")

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco_cli.models import parameters
-from diloco_cli.observe.status import Summary
+from diloco_cli.observe.status import LossStatus, Summary
 from diloco_cli.run.folder import last_summary
 from diloco_cli.run.model.find import TrainedModel
+
+AVERAGE = "These weights are the average of the last versions of the run, which `outer.ema` keeps."
 
 
 def model_card(trained: TrainedModel, *, family: str, dtype: str) -> str:
@@ -23,6 +25,7 @@ def model_card(trained: TrainedModel, *, family: str, dtype: str) -> str:
         f"A {family} model of {parameters(trained.model):,} parameters in {dtype}, pretrained with "
         "`diloco` in regions that train apart and merge what they have learned now and then.",
         "",
+        *((AVERAGE, "") if trained.averaged else ()),
         "| | |",
         "| --- | --- |",
         *(f"| {label} | {value} |" for label, value in _rows(trained, summary)),
@@ -51,16 +54,28 @@ def _rows(trained: TrainedModel, summary: Summary | None) -> list[tuple[str, Any
         return rows
     if summary.tokens is not None:
         rows.append(("tokens merged", f"{summary.tokens.applied:,.0f}"))
-    for label, loss in (
-        ("held-out loss before training", summary.loss.first),
-        ("held-out loss at the end", summary.loss.heldout),
-        ("best held-out loss", summary.loss.best),
-    ):
-        if loss is not None:
-            rows.append((label, f"{loss:.4f} nats per token"))
+    rows += [
+        (label, f"{loss:.4f} nats per token")
+        for label, loss in _heldout(trained, summary.loss)
+        if loss is not None
+    ]
     if summary.outer_steps is not None:
         rows.append(("outer steps", f"{summary.outer_steps:,}"))
     return [*rows, ("spec digest", f"`{summary.spec_digest[:16]}`")]
+
+
+def _heldout(trained: TrainedModel, losses: LossStatus) -> list[tuple[str, float | None]]:
+    """What was measured of these weights; of others of the run only with their outer step."""
+    own, at = losses.heldout, losses.heldout_at
+    if trained.averaged:
+        own, at = losses.ema, losses.ema_at
+    which = "the average" if trained.averaged else "the run"
+    measured = "these weights" if at == trained.outer_steps else f"{which} at outer step {at}"
+    return [
+        ("held-out loss before training", losses.first),
+        (f"held-out loss of {measured}", own),
+        ("best held-out loss of any version", losses.best),
+    ]
 
 
 def _inline(choice: Any) -> str:

@@ -44,6 +44,17 @@ class TrainedModel:
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Run, versions and layout, where the weights say so."""
 
+    @property
+    def averaged(self) -> bool:
+        """Says whether the weights are the average of the last versions, not a version."""
+        return self.metadata.get("average") == "true"
+
+    @property
+    def outer_steps(self) -> int | None:
+        """Of the weights, all fragments together; None where nothing says."""
+        versions = self.metadata.get("versions")
+        return sum(json.loads(versions)) if versions else None
+
     def needed_text(self) -> TextCodec:
         if self.text is None:
             raise SpecError(

@@ -83,10 +83,14 @@ class ModelDownload:
         return ModelPieces(self, start, stop)
 
 
-def about_model(settings: ServerSettings) -> dict[str, str]:
-    """Which model the weights are of and what its tokens mean, for the file's metadata."""
+def about_model(settings: ServerSettings, *, average: bool = False) -> dict[str, str]:
+    """Which model the weights are of and what its tokens mean, for the file's metadata.
+
+    Of the `average` of the last versions it also says that.
+    """
     found = {"model": settings.settings.get("model")}
     found["tokenizer"] = settings.spec.data.get("tokenizer")
+    found["average"] = True if average else None
     return {key: json.dumps(value) for key, value in found.items() if value is not None}
 
 

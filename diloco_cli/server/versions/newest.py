@@ -135,9 +135,8 @@ class PublishedVersions:
                 return None
             vectors.append((number, self._out_of_the_way(values)))
             digests.append(vector_digest(values))
-        return ModelDownload(
-            self.settings.layout, self._store.run, vectors, digests, about_model(self.settings)
-        )
+        about = about_model(self.settings, average=True)
+        return ModelDownload(self.settings.layout, self._store.run, vectors, digests, about)
 
     def _averaged(self, fragment: int) -> tuple[int, np.ndarray | None]:
         while True:

@@ -125,7 +125,10 @@ async def test_the_server_sends_it_and_says_when_there_is_none(tmp_path):
         assert (await client.get("/v1/weights?ema=1")).status_code == 404, "none has begun"
         for fragment in (0, 1, 0, 1):
             await bench.round(fragment)
-        loaded = load_safetensors((await client.get("/v1/weights?ema=1")).content)
+        sent = (await client.get("/v1/weights?ema=1")).content
+        loaded = load_safetensors(sent)
+        assert b'"average":"true"' in sent
+        assert b'"average"' not in (await client.get("/v1/weights")).content
         for name, values in expected(bench).items():
             assert loaded[name].tobytes() == values.tobytes()
         both = await client.get("/v1/weights?ema=1&version=1")
