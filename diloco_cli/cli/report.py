@@ -186,6 +186,11 @@ def _record(target: str | None, certs: Path | None) -> RunRecord:
     from diloco_cli.run.ask import ShortCalls
     from diloco_cli.run.folder import find
 
+    if target and Path(target).suffix == ".jsonl" and Path(target).is_file():
+        raise SpecError(
+            f"{target} is a record, and runs are compared by their folders.",
+            hint="`diloco report FILE` compares the cells of one file of `diloco bench quality`.",
+        )
     run = find(target)
     if run.folder is None:
         raise SpecError(
@@ -214,7 +219,7 @@ def _of_a_record(path: Path) -> str:
     if path.suffix == ".jsonl":
         rows = [_json_of(line, path) for line in path.read_text().splitlines() if line.strip()]
         if any("cell" in row for row in rows):
-            return study(path.stem, quality_part(rows), _environment())
+            return study(path.stem, quality_part(rows, str(path)), _environment())
     else:
         document = _json_in(path)
         if isinstance(document.get("faults"), list) and "goodput" in document:

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diloco_cli.bench.quality import runner
 from diloco_cli.bench.quality.cells import CUT, GOALS, HASTY, SYNCHRONOUS, Cell, table
 from diloco_cli.bench.quality.command import chosen, seeds_of, shape_of
 from diloco_cli.bench.quality.experiment import (
     Budget,
+    about,
     evaluate,
     heldout_of,
     name_of,
@@ -251,11 +253,42 @@ def test_what_is_in_the_file_is_not_run_again(tmp_path: Path):
     with pytest.raises(StoreError, match="line 1"):
         read(file)
 
+    told = [one["settings"] for one in first]
+    assert told[0]["tokens"] == SMALL.tokens and told[0]["model"] == SMALL.model
+    assert all(one == told[0] for one in told)
+    assert [one["against"] for one in first[:2]] == ["", "data parallel"]
+    assert len({one["way"] for one in first}) == 2 and len({one["id"] for one in first}) == 4
+
     table_rows = rows(cells, first)
     assert table_rows[1].change is not None and table_rows[1].interval is not None
     losses = {(one["cell"], one["seed"]): one["loss"] for one in first}
     changes = [losses["plain", s] / losses["data parallel", s] - 1 for s in (1, 2)]
     assert table_rows[1].change == pytest.approx(np.mean(changes))
+
+
+def test_cells_of_other_settings_in_the_file_are_in_no_table(tmp_path: Path, monkeypatch):
+    """One file may hold tables of several models: each is made of what was asked for."""
+
+    def trained(cell: Cell, budget: Budget, seed: int) -> dict[str, object]:
+        return {**about(cell, budget, seed), "loss": 1000.0 * budget.layers + seed}
+
+    monkeypatch.setattr(runner, "run_cell", trained)
+    cells = [PARALLEL, replace(PLAIN, against="data parallel")]
+    budgets = [SMALL, replace(SMALL, layers=2), replace(SMALL, tokens=2 * SMALL.tokens)]
+    found = [
+        run_cells(cells, [1, 2], budget, tmp_path / "cells.jsonl", lambda _: None)
+        for budget in budgets
+    ]
+    assert len(read(tmp_path / "cells.jsonl")) == 12
+    assert [[one["loss"] for one in records] for records in found] == [
+        [1001.0, 1001.0, 1002.0, 1002.0],
+        [2001.0, 2001.0, 2002.0, 2002.0],
+        [1001.0, 1001.0, 1002.0, 1002.0],
+    ]
+    settings = [json.dumps(records[0]["settings"]) for records in found]
+    assert len(set(settings)) == 3, "a record says which of them it is of"
+    ways = {each["way"] for records in found for each in records}
+    assert len(ways) == 6, "and cells of one way differ by their seeds alone"
 
 
 def test_a_cell_is_known_by_all_that_decides_its_result():

@@ -162,7 +162,31 @@ def name_of(cell: Cell, budget: Budget, seed: int) -> str:
 
 
 CellRecord = dict[str, Any]
-"""One line of the file: which cell and seed, and `loss` with all figures, or why it `failed`."""
+"""One line of the file: which cell and seed, and `loss` with all figures, or why it `failed`.
+
+Only records of equal `settings` are comparable; of equal `cell` and `way` they differ by their
+seeds alone.
+"""
+
+
+def about(cell: Cell, budget: Budget, seed: int) -> CellRecord:
+    """How a record begins: what was trained, and what makes it comparable with others."""
+    spec = spec_of(cell, budget, seed)
+    return {
+        "cell": cell.name,
+        "seed": seed,
+        "id": name_of(cell, budget, seed),
+        "way": name_of(cell, budget, 0),
+        "against": cell.against,
+        "lr": spec.inner.optimizer.get("lr"),
+        "settings": {
+            "model": budget.model,
+            **{key: getattr(budget, key) for key in ("batch", "sequence", "tokens", "warmup")},
+            "windows": budget.windows,
+            "text": text_digest(json.dumps(spec.data)),
+            "rules": RULES,
+        },
+    }
 
 
 Keep = Callable[[Trained], None]
@@ -176,8 +200,7 @@ def run_cell(
     With `every` the record has a curve: virtual seconds, tokens and loss, measured so often.
     """
     began, cpu = time.monotonic(), time.process_time()
-    record: CellRecord = {"cell": cell.name, "seed": seed, "id": name_of(cell, budget, seed)}
-    spec = spec_of(cell, budget, seed)
+    record, spec = about(cell, budget, seed), spec_of(cell, budget, seed)
     parts = heldout_of(spec, budget.windows)
     watch = Watch(every, lambda weights: evaluate(spec, weights, parts[0])) if every else None
     try:

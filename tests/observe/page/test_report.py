@@ -1,6 +1,7 @@
 """A report says what the run's files say, needs nobody, and survives what is missing."""
 
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -226,6 +227,67 @@ def test_records_of_chaos_and_quality_have_reports(tmp_path):
     (folder / "chaos.json").write_text((raw / "storm-4-324.json").read_text())
     assert invoked("report", folder, "--out", out).exit_code == 0
     assert "Inflicted faults" in visible(out) and "Finished: 390" in visible(out)
+
+
+def cells_of(width, losses, **changed):
+    """Records as `bench quality` writes them; `losses` by cell and seed."""
+    for (cell, seed), loss in losses.items():
+        settings = {"model": {"kind": "decoder", "width": width}, "tokens": 9000}
+        record = {"cell": cell, "seed": seed, "id": f"{width} {cell} {seed}", "loss": loss}
+        compared = {"against": "" if cell == "data parallel" else "data parallel"}
+        yield {**record, **compared, "way": f"{width} {cell}", "settings": settings, **changed}
+
+
+DP, TWO = "data parallel", "regions 2"
+SMALL = {(DP, 1): 2.0, (DP, 2): 2.1, (TWO, 1): 2.02, (TWO, 2): 2.121}
+LARGE = {(DP, 1): 1.0, (TWO, 1): 1.02, (TWO, 2): 1.03}
+
+
+def quality_report(tmp_path, records):
+    file, out = tmp_path / "quality.jsonl", tmp_path / "r.html"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert invoked("report", file, "--out", out).exit_code == 0
+    return visible(out)
+
+
+def test_cells_of_other_models_are_never_averaged_or_compared(tmp_path):
+    """Taken together, the regions are 9 % better here; they are 1 and 2 % worse."""
+    shown = quality_report(tmp_path, [*cells_of(32, SMALL), *cells_of(64, LARGE)])
+    small, large = shown.split("decoder width 64")
+    assert "decoder width 32, tokens 9,000" in small
+    assert "data parallel 2 2.0500" in small and "regions 2 2 2.0705" in small
+    assert "+1.00 % data parallel" in small and "+2.00 % data parallel" in large
+    changes = re.findall(r"[+-]\d+\.\d\d %", shown)
+    assert changes == ["+1.00 %", "+2.00 %"], "nothing else is held against anything"
+
+
+def test_one_cell_at_two_learning_rates_is_two(tmp_path):
+    fast = {(TWO, 1): 2.2, (TWO, 2): 2.31}
+    records = [*cells_of(32, SMALL, lr=0.01), *cells_of(32, fast, lr=0.02, id="x", way="y")]
+    with pytest.raises(SpecError, match="different settings"):
+        quality_report(tmp_path, [{**record, "lr": 0.01} for record in records])
+    for number, record in enumerate(records):
+        record["id"] = str(number)
+    shown = quality_report(tmp_path, records)
+    assert "regions 2, lr 0.01 2 2.0705" in shown and "regions 2, lr 0.02 2 2.2550" in shown
+    assert "+1.00 % data parallel" in shown and "+10.00 % data parallel" in shown
+
+
+def test_old_records_are_parted_by_tokens_or_refused(tmp_path):
+    def old(tokens, losses, tag=""):
+        for (cell, seed), loss in losses.items():
+            record = {"cell": cell, "seed": seed, "id": f"{tokens} {cell} {seed} {tag}"}
+            yield {**record, "loss": loss, "tokens": tokens}
+
+    shown = quality_report(tmp_path, [*old(9000, SMALL), *old(8000, LARGE)])
+    assert "9,000 tokens; model, batch and sequence are not" in shown
+    assert "+1.00 %" in shown and "+2.00 %" in shown
+    known = list(old(9000, SMALL))
+    assert "2.0705" in quality_report(tmp_path, [*known, *known]), "the same lines twice"
+    with pytest.raises(SpecError, match=r"quality\.jsonl: the records of 'data parallel', seed 1"):
+        quality_report(tmp_path, [*known, *old(9000, LARGE, "another model")])
+    with pytest.raises(SpecError, match="is a record, and runs are compared"):
+        invoked("compare", tmp_path / "quality.jsonl", tmp_path, "--out", tmp_path / "r.html")
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "rubbish", '{"faults": 3}'])
