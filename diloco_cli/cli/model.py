@@ -160,8 +160,15 @@ def evaluate(
         ),
     ] = None,
     batches: Annotated[
-        int, typer.Option("--batches", metavar="N", min=1, help="Of a dataset's held-out text.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            "--batches",
+            metavar="N",
+            min=1,
+            help="Of held-out text: `evaluate.batches` of the run when left out, 8 of a dataset.",
+            show_default=False,
+        ),
+    ] = None,
     harness: Annotated[
         str | None,
         typer.Option(
@@ -192,19 +199,25 @@ def evaluate(
     """
     import math
 
+    from diloco_cli.errors import SpecError
     from diloco_cli.run.model import measure
     from diloco_cli.run.model.find import find_model
 
-    _refuse_both(data, harness, include)
     choices = [each for each in data or [] if each.lstrip().startswith("{")]
+    _refuse_both(data, harness, include)
+    if batches is not None and (harness is not None or (data and not choices)):
+        raise SpecError(
+            "--batches is for held-out text: of files all is measured, and of tasks too.",
+            hint="Leave it out, or measure a run's held-out text without --data.",
+        )
     trained = find_model(target, version=version, ema=ema, certs=certs)
     if harness is not None:
         _run_harness(trained, harness, include, format)
         return
     if not data:
-        found = measure.measure_heldout(trained)
+        found = measure.measure_heldout(trained, batches)
     elif choices:
-        found = measure.measure_dataset(trained, _choice(data), batches)
+        found = measure.measure_dataset(trained, _choice(data), batches or measure.BATCHES)
     else:
         found = measure.measure_files(trained, data)
     if format is Format.json:

@@ -52,6 +52,22 @@ def test_a_run_its_pulled_file_and_its_exported_folder_are_one_model(capsys, run
     assert "nats per token" in diloco(capsys, "evaluate", run)[1]
 
 
+def test_so_many_batches_are_measured_as_were_asked_for(capsys, run):
+    def tokens(*options: object) -> int:
+        code, out, _ = diloco(capsys, "evaluate", run, *options, "--format", "json")
+        assert code == 0
+        return json.loads(out)["tokens"]
+
+    assert tokens() == 8 * 2 * 32
+    assert tokens("--batches", 3) == 3 * 2 * 32
+    dataset = ("--data", "{kind: python-source}")
+    assert (tokens(*dataset), tokens(*dataset, "--batches", 3)) == (8 * 8 * 32, 3 * 8 * 32)
+    Path("some.txt").write_text("import this\n" * 9)
+    for other in (("--data", "some.txt"), ("--harness", "hellaswag")):
+        code, _, said = diloco(capsys, "evaluate", run, *other, "--batches", 3)
+        assert code == 2 and "--batches is for held-out text" in said and "hint:" in said
+
+
 def test_an_exported_folder_has_what_others_look_for(capsys, run):
     code, out, _ = diloco(capsys, "export", run, "--out", "hf", "--dtype", "bfloat16")
     assert code == 0 and out.strip() == "hf"

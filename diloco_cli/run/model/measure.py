@@ -21,6 +21,9 @@ from diloco_cli.spec.schema import RegionSpec, RunSpec
 ROWS = 8
 """Sequences of a batch, where no region says."""
 
+BATCHES = 8
+"""Of a dataset's held-out text, where nobody says."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -33,8 +36,11 @@ class Measured:
     """Which text."""
 
 
-def measure_heldout(trained: TrainedModel, region: str | None = None) -> Measured:
-    """Measures the held-out text of the model's own run, as the region that evaluates does."""
+def measure_heldout(trained: TrainedModel, batches: int | None = None) -> Measured:
+    """Measures the held-out text of the model's own run, as the region that evaluates does.
+
+    With `batches` it is so much of it, instead of what the run's spec says.
+    """
     if trained.spec is None:
         raise SpecError(
             f"{trained.name} is no run of this host, so there is no held-out text that is its own.",
@@ -44,12 +50,12 @@ def measure_heldout(trained: TrainedModel, region: str | None = None) -> Measure
 
     set_up(None)
     spec = _on_one_device(trained.spec)
-    chosen = region or min(each.name for each in spec.regions)
+    chosen = min(each.name for each in spec.regions)
     with contextlib.chdir(spec_base(trained.folder) if trained.folder else "."):
         task = prepare(spec, chosen)
-        batches = task.stream.heldout(spec.evaluate.batches)
-    loss = task.step.engine().evaluate(dict(trained.weights), batches)
-    return Measured(loss, _predicted(batches), f"held-out text of {chosen}")
+        found = task.stream.heldout(batches or spec.evaluate.batches)
+    loss = task.step.engine().evaluate(dict(trained.weights), found)
+    return Measured(loss, _predicted(found), f"held-out text of {chosen}")
 
 
 def measure_dataset(trained: TrainedModel, choice: dict[str, Any], batches: int) -> Measured:
