@@ -15,13 +15,14 @@ import numpy as np
 from diloco_cli.assemble import build_terms, load_run, resolve, settings_of
 from diloco_cli.core.fragments import scatter
 from diloco_cli.errors import DilocoError, SpecError, StoreDamaged, StoreError
+from diloco_cli.models import first_tensors
 from diloco_cli.observe.status import LastKnown
 from diloco_cli.run.folder import RESOLVED, is_a_regions, server_elsewhere
 from diloco_cli.server.recovery.fold import fold
 from diloco_cli.server.recovery.start import restored
 from diloco_cli.server.store import stores
 from diloco_cli.server.store.archive import Archive
-from diloco_cli.server.store.run_identity import in_use
+from diloco_cli.server.store.run_identity import in_use, run_of
 from diloco_cli.server.terms import TermsHistory
 from diloco_cli.server.versions.export import about_model
 from diloco_cli.spec.load import load_spec
@@ -81,7 +82,9 @@ def read_weights(
                 raise no_average(str(folder))
             scatter(chosen, fragment, params)
         else:
-            scatter(_published(archive, fragment.number, number, last), fragment, params)
+            made = spec.start is None
+            published = _published(archive, fragment.number, number, last, seed_makes_first=made)
+            scatter(published, fragment, params)
     metadata = {
         "run": archive.run,
         "versions": json.dumps(versions),
@@ -103,16 +106,35 @@ def write_weights(
     folder: Path, out: Path, *, version: int | None = None, ema: bool = False
 ) -> dict[str, str]:
     """Writes the published weights as safetensors and returns the file's metadata."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
     if pid := FileLock(folder / "server" / "lock").holder():
         raise in_use(folder / "server", pid)
     stored = read_weights(folder, version=version, ema=ema)
-    params, metadata = dict(stored.params), dict(stored.metadata)
+    return _write(stored.params, stored.metadata, out)
+
+
+def write_first_weights(folder: Path, out: Path) -> dict[str, str]:
+    """Writes version 0 as the seed made it: it is deleted to save room."""
+    spec = load_run(folder / RESOLVED).spec
+    parts = resolve(spec)
+    metadata = {
+        "run": run_of(folder / "server") or "unknown",
+        "versions": json.dumps([0] * spec.sync.fragments),
+        "layout": parts.layout.digest,
+        **about_model(settings_of(spec, parts)),
+    }
+    return _write(first_tensors(parts.model, spec.seed), metadata, out)
+
+
+def _write(
+    weights: Mapping[str, np.ndarray], metadata: Mapping[str, str], out: Path
+) -> dict[str, str]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    params, about = dict(weights), dict(metadata)
     draft = out.with_name(out.name + ".draft")
     try:
-        save_file(params, draft, metadata=metadata)
+        save_file(params, draft, metadata=about)
         os.replace(draft, out)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -120,7 +142,7 @@ def write_weights(
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-    return metadata
+    return about
 
 
 def refuse_unwritable(out: Path) -> None:
@@ -154,13 +176,20 @@ def known_without_server(folder: Path) -> LastKnown:
     return known.model_copy(update={"why": f"last heard of at {heard}"})
 
 
-def _published(archive: Archive, fragment: int, version: int, newest: int) -> np.ndarray:
+def _published(
+    archive: Archive, fragment: int, version: int, newest: int, *, seed_makes_first: bool
+) -> np.ndarray:
     weights = archive.published(fragment, version) if version <= newest else None
     if weights is None:
         kept = archive.versions(fragment)
+        also = (
+            "0, which the seed makes again, and "
+            if seed_makes_first and min(kept, default=0) > 0
+            else ""
+        )
         raise SpecError(
             f"Version {version} of fragment {fragment} is not kept; versions "
-            f"{kept[0]} to {newest} are."
+            f"{also}{kept[0]} to {newest} are."
             if kept
             else f"Fragment {fragment} has no version yet.",
             hint="Leave --version out for the newest.",

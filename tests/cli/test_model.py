@@ -107,6 +107,22 @@ def test_the_card_of_an_average_has_the_loss_of_the_average(capsys, tmp_path, mo
     assert "are the average of the last versions" in card("average.safetensors")
 
 
+def test_versions_that_can_be_had_are_named_the_first_too(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    few = SPEC + "server: {store: {kind: folder, whole: 1, history: 2}}\n"
+    run = trained(tmp_path, [0, 1] * 5, few)
+    for command in (("pull", run), ("generate", run, *PROMPT)):
+        code, _, said = diloco(capsys, *command, "--version", 2)
+        assert code == 2 and "versions 0, which the seed makes again, and 4 to 5 are." in said
+    assert diloco(capsys, "generate", run, *PROMPT, "--version", 0)[0] == 0
+    code, _, said = diloco(capsys, "pull", run, "--version", 0, "--out", "first.safetensors")
+    assert code == 0 and "versions [0, 0] of run " in said and "unknown" not in said
+    first = resolve(load_run(run / "spec.resolved.yaml").spec).model.init(0)
+    pulled = load_file("first.safetensors")
+    assert all(np.array_equal(pulled[name], values) for name, values in first.items())
+    assert diloco(capsys, "generate", "first.safetensors", *PROMPT)[0] == 0
+
+
 def test_a_pulled_file_says_which_model_it_is_of(capsys, run):
     diloco(capsys, "pull", run, "--out", "w.safetensors")
     weights = load_file("w.safetensors")

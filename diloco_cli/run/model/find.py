@@ -19,12 +19,12 @@ import numpy as np
 
 from diloco_cli.assemble import load_run
 from diloco_cli.errors import LinkError, SpecError, WireError
-from diloco_cli.models import Model, first_tensors, models
+from diloco_cli.models import Model, models
 from diloco_cli.models.hf.read import HfWeights, SafetensorsFile, is_hf_folder, read_choice
 from diloco_cli.models.transformer import Transformer
 from diloco_cli.run.find_credential import for_calls
 from diloco_cli.run.folder import RESOLVED, Target, find, spec_base
-from diloco_cli.run.offline import write_weights
+from diloco_cli.run.offline import write_first_weights, write_weights
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.worker.text_codec import TextCodec, codec_in, codec_of
 
@@ -152,20 +152,11 @@ def _of_run(run: Target, version: int | None, ema: bool, certs: Path | None) -> 
     with tempfile.TemporaryDirectory(prefix="diloco-") as place:
         # Mapped, a file stays readable after it is deleted.
         path = Path(place) / "weights.safetensors"
-        try:
-            metadata = fetch_weights(run, path, version=version, ema=ema, certs=certs)
-        except SpecError:
-            if version != 0 or spec is None or spec.start is not None:
-                raise
-            # It was deleted to save room, and the seed makes it again.
-            model = _transformer(models.build(spec.model), str(run))
-            metadata = {"versions": json.dumps([0] * spec.sync.fragments)}
-            weights: Mapping[str, np.ndarray] = first_tensors(model, spec.seed)
-        else:
-            file = SafetensorsFile(path)
-            choice: dict[str, Any] = spec.model if spec else json.loads(metadata["model"])
-            model = _transformer(models.build(choice), str(run))
-            weights = FileWeights(file, model)
+        metadata = fetch_weights(run, path, version=version, ema=ema, certs=certs)
+        file = SafetensorsFile(path)
+        choice: dict[str, Any] = spec.model if spec else json.loads(metadata["model"])
+        model = _transformer(models.build(choice), str(run))
+        weights = FileWeights(file, model)
     if spec is not None:
         with contextlib.chdir(spec_base(run.folder) if run.folder else "."):
             text = codec_of(spec.data)
@@ -191,6 +182,17 @@ def fetch_weights(
             "--ema and --version do not go together: only the newest average is kept.",
             hint="Leave one of them out.",
         )
+    try:
+        return _published_weights(run, out, version, ema, certs)
+    except SpecError:
+        if version != 0 or run.folder is None or load_run(run.folder / RESOLVED).spec.start:
+            raise
+        return write_first_weights(run.folder, out)
+
+
+def _published_weights(
+    run: Target, out: Path, version: int | None, ema: bool, certs: Path | None
+) -> dict[str, str]:
     if run.url:
         from diloco_cli.net.client import Client
         from diloco_cli.net.options import Options, Retry
