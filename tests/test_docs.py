@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from diloco_cli import assemble, errors
+from diloco_cli.observe.status import Summary
 from diloco_cli.run import scaffold
 from diloco_cli.spec import describe
 from diloco_cli.spec.schema import RunSpec
@@ -58,10 +59,24 @@ def test_every_exit_code_is_documented_with_its_meaning():
     assert documented == codes | {0, 129, 130, 143}
 
 
+def test_the_keys_of_a_summary_that_the_reference_explains_are_there():
+    page = (PAGES / "run-folder.md").read_text().partition("## summary.json")[2]
+    rows = [re.findall(r"`([\w.]+)`", line.split("|")[1]) for line in page.splitlines()[4:] if line]
+    assert ["goodput"] in rows and len(rows) > 4
+    for first, *others in rows:
+        section, _, key = first.rpartition(".")
+        owner = type(getattr(Summary(state="finished"), section)) if section else Summary
+        assert {key, *(other.strip(".") for other in others)} <= owner.model_fields.keys()
+
+
 @pytest.mark.parametrize("seam", assemble.SEAMS)
 def test_every_kind_says_what_it_is(seam: str):
     for kind in describe.kinds_of(assemble.SEAMS[seam]):
-        assert kind.doc, f"{seam} {kind.name} says nothing about itself"
+        # A dataclass without a docstring gets one from Python: its signature.
+        silent = not kind.doc or re.match(r"\w+\(", kind.doc)
+        assert not silent, f"{seam} {kind.name} says nothing about itself"
+        for option in kind.options:
+            assert option.doc, f"{seam} {kind.name}.{option.name} says nothing about itself"
 
 
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)

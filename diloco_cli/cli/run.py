@@ -31,7 +31,12 @@ if TYPE_CHECKING:
 
 Folder = Annotated[
     Path | None,
-    typer.Option("--dir", metavar="FOLDER", help="The run folder; runs/NAME when left out."),
+    typer.Option(
+        "--dir",
+        metavar="FOLDER",
+        help="The run folder. When left out, runs/NAME: beside a spec that is called run.yaml, in "
+        "the working folder for any other. NAME is the spec's `name`.",
+    ),
 ]
 Region = Annotated[
     str | None,

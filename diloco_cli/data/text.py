@@ -91,6 +91,8 @@ class Text(_TextFiles):
     """Paths or patterns; `**` means any depth."""
 
     tokenizer: dict[str, Any] = field(default_factory=lambda: {"kind": "bytes"})
+    """What makes tokens of the text; regions with other tokenizers do not merge."""
+
     heldout: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the text that is never trained on."""
 
@@ -111,6 +113,8 @@ class PythonSource(_TextFiles):
     """The standard library of the Python that runs this: real text on every machine."""
 
     tokenizer: dict[str, Any] = field(default_factory=lambda: {"kind": "bytes"})
+    """What makes tokens of the text; regions with other tokenizers do not merge."""
+
     heldout: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the text that is never trained on."""
 

@@ -51,7 +51,8 @@ class Nesterov:
 
     ema: AverageShare | None = None
     """Keep an average of the published weights over this share of the rounds so far, for
-    `pull --ema`; 0.05 is a good one. Costs 4 bytes per parameter on the server's disk."""
+    `pull --ema`; 0.05 is a good one, 0 keeps none, as when left out. Costs 4 bytes per parameter
+    on the server's disk."""
 
     proportional: bool = True
     """Step in proportion where only some of the live regions take part; false: a whole step."""
@@ -132,7 +133,8 @@ class Adam:
     """Added to the root of the squares."""
 
     ema: AverageShare | None = None
-    """Keep an average of the published weights over this share of the rounds so far."""
+    """Keep an average of the published weights over this share of the rounds so far; 0, as when
+    left out: keep none."""
 
     proportional: bool = True
     """Step in proportion where only some of the live regions take part; false: a whole step."""
@@ -205,7 +207,8 @@ class Sgd:
     """Outer learning rate."""
 
     ema: AverageShare | None = None
-    """Keep an average of the published weights over this share of the rounds so far."""
+    """Keep an average of the published weights over this share of the rounds so far; 0, as when
+    left out: keep none."""
 
     proportional: bool = True
     """Step in proportion where only some of the live regions take part; false: a whole step."""

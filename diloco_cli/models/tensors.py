@@ -29,6 +29,8 @@ DESCRIBE = "`Region.describe(weights, FILE)` writes such a file."
 @models.register("tensors")
 @dataclass(frozen=True)
 class TensorsModel:
+    """Tensors and first weights of a model that programs of your own train, in every region."""
+
     file: str
     """A safetensors file of float32 tensors under the names they have on the wire; on every host
     of the run, under the same path."""

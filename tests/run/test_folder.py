@@ -11,11 +11,36 @@ from diloco_cli.errors import SpecError, StoreError
 from diloco_cli.run.copies import back_up
 from diloco_cli.run.edited_spec import settle_spec
 from diloco_cli.run.find_credential import for_calls
-from diloco_cli.run.folder import SpecPlace, Target, heldout_rows, refuse_foreign, spec_base
+from diloco_cli.run.folder import (
+    SpecPlace,
+    Target,
+    default_folder,
+    heldout_rows,
+    refuse_foreign,
+    spec_base,
+)
 from diloco_cli.run.model.find import find_model
 from diloco_cli.server.access.issue import CredentialFolder
+from tests import ROOT
 from tests.cli.harness import STORED, trained
 from tests.data.corpora import write_tokenizer
+
+
+@pytest.mark.parametrize(
+    "spec, folder",
+    [
+        ("my-run/run.yaml", "my-run/runs/NAME"),
+        ("specs/first.yaml", "runs/NAME"),
+        ("elsewhere/spec.resolved.yaml", "elsewhere"),
+        ("elsewhere/spec.current.yaml", "elsewhere"),
+    ],
+)
+def test_a_run_is_kept_where_the_reference_says(spec, folder):
+    assert default_folder(Path(spec), "NAME") == Path(folder)
+    page = (ROOT / "docs" / "reference" / "run-folder.md").read_text("utf-8")
+    page = page.partition("## What is in it")[0]
+    (row,) = [line for line in page.splitlines() if f"`{spec.removeprefix('elsewhere/')}`" in line]
+    assert folder == "elsewhere" or f"`{folder}`" in row
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

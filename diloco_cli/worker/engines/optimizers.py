@@ -70,8 +70,14 @@ class AdamW:
     """Learning rate at its highest."""
 
     beta1: Share = 0.9
+    """Share of the last gradients' direction that is kept."""
+
     beta2: Share = 0.99
+    """Share of the last gradients' squares that is kept."""
+
     epsilon: Positive = 1.0e-8
+    """Added to the root of the squares."""
+
     decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay, multiplied by the learning rate of the step."""
 
@@ -101,8 +107,13 @@ class Muon:
     """Weight decay of hidden matrices, multiplied by the learning rate of the step."""
 
     beta1: Share = 0.9
+    """Share of the last gradients' direction that is kept, by Adam."""
+
     beta2: Share = 0.99
+    """Share of the last gradients' squares that is kept, by Adam."""
+
     epsilon: Positive = 1.0e-8
+    """Added to the root of Adam's squares and to a matrix's length, so that neither is 0."""
 
     def build(self, rate: optax.Schedule, decayed: dict[str, bool]) -> optax.GradientTransformation:
         return self.build_by_matrix(
@@ -143,7 +154,10 @@ class SGD:
     """Learning rate at its highest."""
 
     momentum: Share = 0.9
+    """Share of the last gradients' direction that is kept; 0: plain descent."""
+
     nesterov: bool = False
+    """Whether the step looks ahead along the momentum."""
 
     def build(self, rate: optax.Schedule, decayed: dict[str, bool]) -> optax.GradientTransformation:
         import optax
