@@ -9,6 +9,7 @@ what they return; what they do is in `run/`, `plan/`, `sim/`, `chaos/` and `serv
     data.py         data prepare, train-tokenizer
     doctor.py       doctor
     model.py        export, generate, evaluate
+    options.py      what no option may say, looked at before a command does anything
     profile.py      profile
     report.py       report, compare
     run.py          run, serve, work, and the trainer that work starts

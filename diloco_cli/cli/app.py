@@ -9,7 +9,6 @@ loads what it needs when it runs.
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import sys
@@ -23,6 +22,7 @@ from diloco_cli.cli import amend, certs, data, doctor, model, profile, report, r
 from diloco_cli.cli.study import bench, chaos, plan, simulate
 from diloco_cli.errors import DilocoError
 from diloco_cli.system import logs
+from diloco_cli.system.outputs import NO_ROOM
 
 # No shell completion: it is driven by an environment variable, and we read only our four.
 app = typer.Typer(
@@ -114,7 +114,7 @@ def _exit_code(arguments: list[str]) -> int:
         _report(f"There is not enough memory for this{reason}.".replace("..", "."), _SMALLER)
         return 1
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in FULL:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
             _report(f"{error.filename or 'The output'} cannot be written: {error.strerror}.", _ROOM)
             _drop_output()
             return 1
@@ -133,7 +133,6 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ROOM = "Free some space on that disk, or write elsewhere."
 _SMALLER = "Choose a smaller model or batch, or a machine with more memory."
 

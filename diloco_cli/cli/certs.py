@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco_cli.cli.options import output_file
 from diloco_cli.cli.spec import Format, OutputFormat
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def issue(
         typer.Option(
             "--bundle",
             metavar="FILE.tar",
+            callback=output_file,
             help="Also pack what the region's host needs: spec, start script, this credential.",
         ),
     ] = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco_cli.cli.options import finite, output_file, output_folder
 from diloco_cli.cli.spec import Format, OutputFormat
 
 if TYPE_CHECKING:
@@ -48,7 +49,10 @@ def train_tokenizer(
         int, typer.Option("--vocabulary", metavar="N", min=257, help="Different tokens.")
     ],
     out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="The tokenizer.json to write.")
+        Path,
+        typer.Option(
+            "--out", metavar="FILE", callback=output_file, help="The tokenizer.json to write."
+        ),
     ],
     field: Field = "text",
     format: OutputFormat = Format.text,
@@ -60,15 +64,14 @@ def train_tokenizer(
     """
     from diloco_cli.data import hf_tokenizer
     from diloco_cli.data.sources import documents, find_sources
-    from diloco_cli.errors import SpecError
     from diloco_cli.system.files import keep_bytes
+    from diloco_cli.system.outputs import writing
 
-    if not out.parent.is_dir():
-        raise SpecError(f"--out: there is no folder {out.parent}.", hint="Make it first.")
     sources = find_sources(inputs)
     texts = (text for source in sources for text in documents(source, field))
     made = hf_tokenizer.train_tokenizer(texts, vocabulary)
-    keep_bytes(out, made.to_str(pretty=True).encode(), mode=0o644)
+    with writing(out, "--out"):
+        keep_bytes(out, made.to_str(pretty=True).encode(), mode=0o644)
     opened = hf_tokenizer.open_tokenizer(out)
     if format is Format.json:
         said = {"file": str(out), "vocabulary": opened.vocabulary, "digest": opened.digest}
@@ -87,11 +90,19 @@ def prepare(
     tokenizer: Annotated[
         Path, typer.Option("--tokenizer", metavar="FILE", help="The tokenizer.json to use.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="DIR", callback=output_folder, help="The folder to make."),
+    ],
     shards: Annotated[int, typer.Option("--shards", metavar="N", min=1, max=99_999)] = 16,
     heldout: Annotated[
         float,
-        typer.Option("--heldout", metavar="SHARE", help="Of the documents, never trained on."),
+        typer.Option(
+            "--heldout",
+            metavar="SHARE",
+            callback=finite,
+            help="Of the documents, never trained on.",
+        ),
     ] = 0.01,
     field: Field = "text",
     separator: Annotated[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco_cli.cli.options import finite, output_folder
 from diloco_cli.cli.spec import Format, OutputFormat
 from diloco_cli.run.find_credential import CertsOption
 
@@ -53,7 +54,13 @@ def export(
         typer.Option("--format", help="hf: a folder for transformers, vLLM and so on."),
     ] = ExportFormat.hf,
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="The folder to write; must not exist.")
+        Path,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            callback=output_folder,
+            help="The folder to write; must not exist.",
+        ),
     ] = Path("exported"),
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="TYPE", help="float32 or bfloat16.")
@@ -87,11 +94,18 @@ def generate(
     ] = 64,
     temperature: Annotated[
         float,
-        typer.Option(metavar="X", min=0.0, help="0 takes the likeliest token; more, more variety."),
+        typer.Option(
+            metavar="X",
+            min=0.0,
+            callback=finite,
+            help="0 takes the likeliest token; more, more variety.",
+        ),
     ] = 0.8,
     top_p: Annotated[
         float,
-        typer.Option(metavar="X", min=0.001, max=1.0, help="Draw among the likeliest only."),
+        typer.Option(
+            metavar="X", min=0.001, max=1.0, callback=finite, help="Draw among the likeliest only."
+        ),
     ] = 0.95,
     seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
     version: VersionOption = None,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from diloco_cli.cli.options import finite, output_folder
+
 MOST_STEPS = 1000
 
 
@@ -27,10 +29,18 @@ def profile(
     ] = 5,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Where to; RUN/profiles/REGION if left out."),
+        typer.Option(
+            "--out",
+            metavar="FOLDER",
+            callback=output_folder,
+            help="Where to; RUN/profiles/REGION if left out.",
+        ),
     ] = None,
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for it.")
+        float,
+        typer.Option(
+            "--wait", metavar="SECONDS", min=0, callback=finite, help="How long to wait for it."
+        ),
     ] = 300.0,
 ) -> None:
     """Trace some inner steps of a region while it trains.

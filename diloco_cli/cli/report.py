@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diloco_cli.cli.options import output_file
 from diloco_cli.cli.status import TargetArgument
 from diloco_cli.observe.sinks import Tool
 from diloco_cli.run.find_credential import CertsOption, for_calls
@@ -27,7 +28,10 @@ LOOK_SECONDS = 2.0
 QUIET_LOOKS = 5
 """So often nobody may work on a run that is followed before it is over."""
 
-OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The HTML file to write.")]
+OutOption = Annotated[
+    Path,
+    typer.Option("--out", metavar="FILE", callback=output_file, help="The HTML file to write."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -74,8 +78,11 @@ def report(
     _write(out, text)
     if png:
         from diloco_cli.observe.page.pictures import pictures
+        from diloco_cli.system.outputs import writing
 
-        for path in pictures(record, out):
+        with writing(out, "--out"):
+            written = pictures(record, out)
+        for path in written:
             typer.echo(f"wrote {path}", err=True)
 
 
@@ -292,8 +299,8 @@ def _environment() -> Environment:
 
 
 def _write(out: Path, text: str) -> None:
-    from diloco_cli.system.files import disk_errors
+    from diloco_cli.system.outputs import writing
 
-    with disk_errors(out):
+    with writing(out, "--out"):
         out.write_text(text, encoding="utf-8")
     typer.echo(f"wrote {out} ({len(text) / 1000:.0f} kB)", err=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco_cli.cli import status, store
+from diloco_cli.cli.options import finite
 from diloco_cli.cli.spec import Overrides, SpecFile
 from diloco_cli.run.find_credential import CertsOption, for_region, forget_tokens
 from diloco_cli.system import logs
@@ -241,7 +242,11 @@ def work(
     folder: Folder = None,
     wait: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="How long to try before the server first answers."),
+        typer.Option(
+            metavar="SECONDS",
+            callback=finite,
+            help="How long to try before the server first answers.",
+        ),
     ] = 60.0,
     certs: CertsOption = None,
     leave: Annotated[
@@ -340,7 +345,7 @@ def trainer(
     folder: Folder = None,
     log_format: LogForm = LogFormat.text,
     cores: Cores = "",
-    alone: Annotated[float, typer.Option("--alone", hidden=True)] = 60.0,
+    alone: Annotated[float, typer.Option("--alone", hidden=True, callback=finite)] = 60.0,
     hosts: Hosts = None,
     coordinator: Coordinator = None,
     own: Own = "",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco_cli.cli.options import finite, output_file
 from diloco_cli.cli.spec import Format, OutputFormat
 from diloco_cli.run.find_credential import CertsOption, for_calls
 
@@ -72,7 +73,10 @@ def status(
 def stop(
     target: TargetArgument = None,
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", help="How long to wait for the end.")
+        float,
+        typer.Option(
+            "--wait", metavar="SECONDS", callback=finite, help="How long to wait for the end."
+        ),
     ] = 120.0,
     certs: CertsOption = None,
 ) -> None:
@@ -109,7 +113,13 @@ def stop(
 def pull(
     target: TargetArgument = None,
     out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="Where to write the safetensors file.")
+        Path,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            callback=output_file,
+            help="Where to write the safetensors file.",
+        ),
     ] = Path("weights.safetensors"),
     version: Annotated[
         int | None,
@@ -127,11 +137,8 @@ def pull(
     """
     from diloco_cli.run.folder import find
     from diloco_cli.run.model.find import fetch_weights
-    from diloco_cli.run.offline import refuse_unwritable
 
-    run = find(target)
-    refuse_unwritable(out)
-    metadata = fetch_weights(run, out, version=version, ema=ema, certs=certs)
+    metadata = fetch_weights(find(target), out, version=version, ema=ema, certs=certs)
     os.umask(umask := os.umask(0o077))
     out.chmod(0o666 & ~umask)  # As any other file: whoever pulls weights may pass them on.
     typer.echo(f"versions {metadata.get('versions', '?')} of run {metadata.get('run')}", err=True)

@@ -44,6 +44,7 @@ from diloco_cli.data.token_folder import (
 from diloco_cli.errors import SpecError
 from diloco_cli.system.files import keep_bytes, sync_folder
 from diloco_cli.system.locks import Busy, FileLock
+from diloco_cli.system.outputs import cannot_be_written
 
 PROGRESS = "progress.json"
 LOCK = ".lock"
@@ -164,9 +165,7 @@ def _owned(out: Path, wait: float) -> Iterator[None]:
             f"{out} is being prepared by process {busy.pid}.", hint="Wait for it, or stop it."
         ) from None
     except OSError as error:
-        raise SpecError(
-            f"--out: {out} cannot be written: {error.strerror}.", hint="Choose another folder."
-        ) from None
+        raise cannot_be_written(out, "--out", error) from None
     try:
         yield
     finally:

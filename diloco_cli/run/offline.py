@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco_cli.assemble import build_terms, load_run, resolve, settings_of
 from diloco_cli.core.fragments import scatter
-from diloco_cli.errors import DilocoError, SpecError, StoreDamaged, StoreError
+from diloco_cli.errors import DilocoError, SpecError, StoreDamaged
 from diloco_cli.models import first_tensors
 from diloco_cli.observe.status import LastKnown
 from diloco_cli.run.folder import RESOLVED, is_a_regions, server_elsewhere
@@ -28,8 +28,7 @@ from diloco_cli.server.versions.export import about_model
 from diloco_cli.spec.load import load_spec
 from diloco_cli.spec.schema import RunSpec
 from diloco_cli.system.locks import FileLock
-
-ANOTHER_OUT = "Choose another --out, on a disk with room that you may write to."
+from diloco_cli.system.outputs import cannot_be_written
 
 
 @dataclass(frozen=True)
@@ -137,28 +136,11 @@ def _write(
         save_file(params, draft, metadata=about)
         os.replace(draft, out)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise StoreError(f"{out} cannot be written: {reason}.", hint=ANOTHER_OUT) from error
+        raise cannot_be_written(out, "--out", error) from error
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
     return about
-
-
-def refuse_unwritable(out: Path) -> None:
-    """Raises before anything is fetched when its file could not be written."""
-    if out.is_dir():
-        raise SpecError(
-            f"{out} is a folder.", hint=f"Name the file, as in {out / 'weights.safetensors'}."
-        )
-    if not out.parent.is_dir():
-        raise SpecError(f"There is no folder {out.parent} to write {out.name} into.")
-    draft = out.with_name(out.name + ".draft")
-    try:
-        draft.write_bytes(b"")
-        draft.unlink()
-    except OSError as error:
-        raise StoreError(f"{out} cannot be written: {error.strerror}.", hint=ANOTHER_OUT) from error
 
 
 def known_without_server(folder: Path) -> LastKnown:

@@ -164,7 +164,8 @@ def write_handout(out: Path, *, run: str, region: str, spec: Path, credential: P
 
     No key of the authority is in it, and nobody else's credential.
     """
-    from diloco_cli.run.folder import PROJECT, cannot_write
+    from diloco_cli.run.folder import PROJECT
+    from diloco_cli.system.outputs import cannot_be_written
 
     script = spec.parent / f"start-{region}.sh"
     files = {
@@ -191,7 +192,7 @@ def write_handout(out: Path, *, run: str, region: str, spec: Path, credential: P
     except FileExistsError:
         raise SpecError(f"{out} exists already.", hint="Move it away, or choose another.") from None
     except OSError as error:
-        raise cannot_write(out, error) from None
+        raise cannot_be_written(out, "--bundle", error) from None
     with os.fdopen(handle, "wb") as file:
         file.write(packed.getvalue())
 

@@ -5,6 +5,7 @@ files.py       durable files; a full disk told from a broken one
 keys.py           single keys that somebody presses at a terminal
 logs.py           what the processes of a run log: one line to stderr, as text or JSON
 malloc.py      glibc malloc: a trainer keeps freed memory, a server returns it
+outputs.py        files and folders that somebody named to be written: can they be?
 private_files.py  files with secrets in them: who but their owner can read them?
 process_end.py    how did a process end? Its exit code in words, the last error of its log
 process_handle.py  a handle of a process, which stays with it when its pid is given to another

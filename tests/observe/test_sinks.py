@@ -138,6 +138,14 @@ def test_csv_has_a_table_for_each_region_and_one_of_the_run(folder, tmp_path):
     assert sorted(path.name for path in (out / "regions").iterdir()) == ["far.csv", "left.csv"]
 
 
+@pytest.mark.parametrize("tool", ["csv", "tensorboard", "wandb"])
+def test_a_folder_that_cannot_be_made_is_a_wrong_command(folder, tmp_path, tool):
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "x"
+    said = observed(folder, "--to", tool, "--out", place, check=2)
+    assert f"--out: {place} cannot be made: {tmp_path / 'file'} is a file" in said
+
+
 def test_tensorboard_reads_what_was_written_over_merged_tokens(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

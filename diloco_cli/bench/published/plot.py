@@ -9,6 +9,7 @@ from typing import Any
 from diloco_cli.bench.published.verdict import Verdict
 from diloco_cli.errors import SpecError
 from diloco_cli.sim.sweep import SimulatedCell
+from diloco_cli.system.outputs import writing
 
 
 def plot_verdict(verdict: Verdict, file: Path) -> None:
@@ -68,7 +69,5 @@ def _finish(figure: Any, axes: Any, title: str, file: Path) -> None:
 def save(figure: Any, file: Path) -> None:
     """Writes a picture."""
     figure.tight_layout()
-    try:
+    with writing(file, "--plot"):
         figure.savefig(file, format="png")
-    except OSError as error:
-        raise SpecError(f"{file} cannot be written: {error.strerror}.") from None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco_cli.cli.options import finite
 from diloco_cli.cli.run import LogForm
 from diloco_cli.cli.spec import Format, OutputFormat, Overrides, SpecFile
 from diloco_cli.system import logs
@@ -60,7 +61,8 @@ def chaos(
         ),
     ] = ChaosMethod.decoupled,
     seconds: Annotated[
-        float | None, typer.Option(min=1.0, help="Instead of chaos.seconds.")
+        float | None,
+        typer.Option(min=1.0, callback=finite, help="Instead of chaos.seconds."),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Instead of chaos.seed.")] = None,
     fault_free: Annotated[

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from diloco_cli.errors import SpecError
+from diloco_cli.system.outputs import refuse_folder
 
 if TYPE_CHECKING:  # The command's help needs none of it.
     from diloco_cli.observe.sinks.points import ObservedRun, Point
@@ -47,14 +48,17 @@ class Sink(Protocol):
 
 def open_sink(tool: Tool, run: ObservedRun, out: str | None) -> Sink:
     """Opens what `--to` names; `out` is a folder, or a URL for `otlp`."""
-    openers: dict[Tool, Callable[[ObservedRun, str | None], Sink]] = {
+    openers: dict[Tool, Callable[[ObservedRun, Path], Sink]] = {
         Tool.csv: _csv,
         Tool.tensorboard: _tensorboard,
         Tool.wandb: _wandb,
-        Tool.otlp: _otlp,
     }
     try:
-        return openers[tool](run, out)
+        if tool is Tool.otlp:
+            return _otlp(run, out)
+        folder = Path(out) if out else run.folder / "observe" / tool
+        refuse_folder(folder, "--out")
+        return openers[tool](run, folder)
     except ImportError as error:
         raise SpecError(
             f"--to {tool} needs {error.name}, which is not installed.",
@@ -62,29 +66,25 @@ def open_sink(tool: Tool, run: ObservedRun, out: str | None) -> Sink:
         ) from None
 
 
-def _folder(tool: Tool, run: ObservedRun, out: str | None) -> Path:
-    return Path(out) if out else run.folder / "observe" / tool
-
-
-def _csv(run: ObservedRun, out: str | None) -> Sink:
+def _csv(_: ObservedRun, folder: Path) -> Sink:
     from diloco_cli.observe.sinks.csv_files import CsvFiles
 
-    return CsvFiles(_folder(Tool.csv, run, out))
+    return CsvFiles(folder)
 
 
-def _tensorboard(run: ObservedRun, out: str | None) -> Sink:
+def _tensorboard(_: ObservedRun, folder: Path) -> Sink:
     from diloco_cli.observe.sinks.event_files import EventFiles
 
-    return EventFiles(_folder(Tool.tensorboard, run, out))
+    return EventFiles(folder)
 
 
-def _wandb(run: ObservedRun, out: str | None) -> Sink:
+def _wandb(run: ObservedRun, folder: Path) -> Sink:
     from diloco_cli.observe.sinks.wandb_run import WandbRun
 
-    return WandbRun(run, _folder(Tool.wandb, run, out))
+    return WandbRun(run, folder)
 
 
-def _otlp(run: ObservedRun, out: str | None) -> Sink:
+def _otlp(run: ObservedRun, url: str | None) -> Sink:
     from diloco_cli.observe.sinks.otlp import Collector
 
-    return Collector(run, out)
+    return Collector(run, url)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from diloco_cli.observe.sinks.points import REGION_VALUES, RUN, RUN_VALUES, Point
-from diloco_cli.system.files import disk_errors
+from diloco_cli.system.outputs import writing
 
 
 class CsvFiles:
@@ -19,7 +19,7 @@ class CsvFiles:
         self._tables: dict[str, tuple[TextIO, Any]] = {}
 
     def write(self, points: Sequence[Point]) -> None:
-        with disk_errors(self._folder):
+        with writing(self._folder, "--out"):
             for point in points:
                 self._table(point.region).writerow(
                     {"tokens": point.tokens, "time": round(point.time, 3), **point.values}
@@ -40,6 +40,6 @@ class CsvFiles:
         return self._tables[region][1]
 
     def close(self) -> None:
-        with disk_errors(self._folder):
+        with writing(self._folder, "--out"):
             for file, _ in self._tables.values():
                 file.close()

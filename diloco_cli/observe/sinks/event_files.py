@@ -8,7 +8,7 @@ from pathlib import Path
 from tensorboardX import SummaryWriter
 
 from diloco_cli.observe.sinks.points import RUN, Point
-from diloco_cli.system.files import disk_errors
+from diloco_cli.system.outputs import writing
 
 SUFFIX = ".diloco"
 """Ends the names of our files: those of an earlier time are replaced."""
@@ -20,12 +20,12 @@ class EventFiles:
     def __init__(self, folder: Path) -> None:
         self.where, self._folder = f"{folder} (tensorboard --logdir {folder})", folder
         self._writers: dict[str, SummaryWriter] = {}
-        with disk_errors(folder):
+        with writing(folder, "--out"):
             for earlier in folder.glob(f"**/events.out.tfevents.*{SUFFIX}"):
                 earlier.unlink()
 
     def write(self, points: Sequence[Point]) -> None:
-        with disk_errors(self._folder):
+        with writing(self._folder, "--out"):
             for point in points:
                 writer = self._writer(point.region)
                 for name, value in point.values.items():
@@ -40,6 +40,6 @@ class EventFiles:
         return self._writers[region]
 
     def close(self) -> None:
-        with disk_errors(self._folder):
+        with writing(self._folder, "--out"):
             for writer in self._writers.values():
                 writer.close()

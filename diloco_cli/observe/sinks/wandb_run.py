@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco_cli.errors import LinkError
 from diloco_cli.observe.sinks.points import RUN, ObservedRun, Point
-from diloco_cli.system.files import disk_errors
+from diloco_cli.system.outputs import writing
 
 wandb: Any = importlib.import_module("wandb")  # Checks of types need not have it.
 X = "tokens"
@@ -19,7 +19,7 @@ class WandbRun:
     """Values are named `run/…` and `REGION/…`; their x-axis is the merged tokens."""
 
     def __init__(self, run: ObservedRun, folder: Path) -> None:
-        with disk_errors(folder):
+        with writing(folder, "--out"):
             folder.mkdir(parents=True, exist_ok=True)
         # Where a server listens and who may talk to it is nobody else's business.
         config = {key: value for key, value in run.settings.items() if key != "server"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from diloco_cli.errors import SpecError, StoreError
+from diloco_cli.errors import SpecError
 from diloco_cli.models.hf.families import family_of
 from diloco_cli.models.hf.imported import Imported
 from diloco_cli.models.hf.read import CONFIG
@@ -17,6 +17,7 @@ from diloco_cli.models.hf.write import checked_dtype, write_model
 from diloco_cli.run.model.card import model_card
 from diloco_cli.run.model.find import TrainedModel
 from diloco_cli.spec.schema import RunSpec
+from diloco_cli.system.outputs import cannot_be_written
 from diloco_cli.worker.text_codec import TextCodec, codec_in
 
 ASIDE = ("special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
@@ -41,11 +42,7 @@ def export_hf(trained: TrainedModel, out: Path, *, dtype: str = "float32") -> li
             out.rmdir()
         os.replace(draft, out)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise StoreError(
-            f"{out} cannot be written: {reason}.",
-            hint="Choose another --out, on a disk with room that you may write to.",
-        ) from error
+        raise cannot_be_written(out, "--out", error) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return sorted(path.name for path in out.iterdir())
