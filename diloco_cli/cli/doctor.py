@@ -52,13 +52,14 @@ def doctor(
         from diloco_cli.run.doctor.before_start import disk_reserve
         from diloco_cli.run.doctor.text import text
         from diloco_cli.run.folder import SpecPlace
-        from diloco_cli.sim.world import World, parse_span
+        from diloco_cli.sim.world import World
+        from diloco_cli.spec.quantities import SPAN
         from diloco_cli.validation import nearest
 
         place = SpecPlace(spec_file)
         spec = load_run(place.file, overrides or ()).spec
         home = place.path(folder) if folder else place.run_folder(spec.name)
-        expected = plan(spec, World(step=parse_span(step) if step else None, flops=flops))
+        expected = plan(spec, World(step=SPAN.read(step) if step else None, flops=flops))
         known = [each.name for each in spec.regions]
         if region and region not in known:
             raise SpecError(

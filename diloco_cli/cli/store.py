@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco_cli.cli.options import output_folder
 from diloco_cli.cli.spec import Format, OutputFormat
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ def backup(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="The run folder on the server's host.")
     ],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where copies are kept.")],
+    to: Annotated[
+        Path,
+        typer.Option(metavar="FOLDER", callback=output_folder, help="Where copies are kept."),
+    ],
     every: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Again and again, such as 5m.")
     ] = None,
@@ -62,14 +66,12 @@ def backup(
     Each copy is whole, and takes the room of what is new since the one before. It holds the
     keys of `server.certs`: keep it as safe as those.
     """
-    from diloco_cli.errors import DilocoError, SpecError
+    from diloco_cli.errors import DilocoError
     from diloco_cli.run.copies import Interrupted, back_up
-    from diloco_cli.spec.durations import HINT, seconds_of
+    from diloco_cli.spec.quantities import DURATION
     from diloco_cli.system.wakeup import Signals
 
-    pause = seconds_of(every) if every else None
-    if every and pause is None:
-        raise SpecError(f"--every is {every!r}, which is no duration.", hint=HINT)
+    pause = DURATION.read(every) if every else None
     with Signals() as signals:
         while True:
             try:

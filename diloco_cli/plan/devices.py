@@ -10,13 +10,13 @@ Reckoned from shapes, nothing allocated or compiled:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco_cli.errors import SpecError
 from diloco_cli.models import Described, LossForm, Model, Partitioned, models, parameters
+from diloco_cli.spec.quantities import MEMORY, NoQuantity
 from diloco_cli.spec.schema import InnerSpec, MeshSpec, RunSpec
 from diloco_cli.worker.engines.accelerators import ACCELERATORS
 
@@ -49,10 +49,11 @@ def named_device(word: str) -> NamedDevice:
     for one in ACCELERATORS:
         if one.name == word.lower():
             return NamedDevice(one.name, one.memory, one.peak)
-    if found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", word, re.IGNORECASE):
-        unit = 2**30 if "i" in found[2].lower() else 1e9
-        if size := float(found[1]) * unit:
-            return NamedDevice(word, size)
+    try:
+        return NamedDevice(word, MEMORY.read(word))
+    except NoQuantity as error:
+        if error.why:
+            raise
     raise SpecError(
         f"--device {word}: there is no such device.",
         hint=f"Known are {', '.join(one.name for one in ACCELERATORS)}; or say how much memory "

@@ -24,13 +24,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_cli.errors import SpecError
+from diloco_cli.spec.quantities import DELAY, LINKS, RATE, SIZE
 
 Seconds = float
 
 UNSHAPED = 16 << 20
 """Bytes a connection may have on the way where the rate sets no limit."""
-
-EXAMPLES = "Write for example 10Mbit/50ms, or 1Gbit/50ms/reset=2s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +102,15 @@ class Link:
 
     def __str__(self) -> str:
         """The words `parse_link` reads."""
-        words = [_in_units(self.rate, RATES), _in_units(self.round_trip, TIMES)]
+        words = [_in_units(self.rate, RATE.units), _in_units(self.round_trip, DELAY.units)]
         if self.queue != Link.__dataclass_fields__["queue"].default:
-            words.append(f"queue={_in_units(self.queue, TIMES)}")
+            words.append(f"queue={_in_units(self.queue, DELAY.units)}")
         if self.window is not None:
-            words.append(f"window={_in_units(self.window, SIZES)}")
+            words.append(f"window={_in_units(self.window, SIZE.units)}")
         if self.reset_every is not None:
-            words.append(f"reset={_in_units(self.reset_every, TIMES)}")
+            words.append(f"reset={_in_units(self.reset_every, DELAY.units)}")
         for begin, end in self.outages:
-            words.append(f"out={_in_units(begin, TIMES)}..{_in_units(end, TIMES)}")
+            words.append(f"out={_in_units(begin, DELAY.units)}..{_in_units(end, DELAY.units)}")
         return "/".join(words)
 
 
@@ -140,9 +139,6 @@ class Lane:
         return replace(self, link=link)
 
 
-RATES = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9, "Tbit": 1e12}
-TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-SIZES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 UNLIMITED = "unlimited"
 
 
@@ -162,37 +158,29 @@ def parse_link(words: str) -> Link:
         elif name == "queue":
             link["queue"] = parse_seconds(value)
         elif name == "window":
-            link["window"] = round(_number(value, SIZES, "number of bytes"))
+            link["window"] = round(SIZE.read(value))
         elif name == "reset":
             link["reset_every"] = parse_seconds(value)
         elif name == "out":
             begin, _, end = value.partition("..")
             outages.append((parse_seconds(begin), parse_seconds(end)))
         else:
-            raise SpecError(f"The link {words!r} has a word nobody knows: {word!r}.", hint=EXAMPLES)
+            raise SpecError(f"The link {words!r} has a word nobody knows: {word!r}.", hint=LINKS)
     try:
         return Link(**link, outages=tuple(outages))
     except ValueError as error:
-        raise SpecError(f"The link {words!r} cannot be: {error}.", hint=EXAMPLES) from None
+        raise SpecError(f"The link {words!r} cannot be: {error}.", hint=LINKS) from None
 
 
 def parse_rate(word: str) -> float:
     """Reads bits per second: `10Mbit`, `1.5Gbit/s`, `100Mbps`, `unlimited`."""
     word = re.sub(r"(?:bit/s|bps)$", "bit", word.strip())
-    return math.inf if word == UNLIMITED else _number(word, RATES, "rate")
+    return math.inf if word == UNLIMITED else RATE.read(word)
 
 
 def parse_seconds(word: str) -> Seconds:
     """Reads a time: `50ms`, `2s`, `200us`."""
-    return _number(word, TIMES, "time")
-
-
-def _number(word: str, units: Mapping[str, float], noun: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([A-Za-z]*)", word.strip())
-    if match is None or match[2] not in units:
-        known = ", ".join(units)
-        raise SpecError(f"{word!r} is no {noun}: its unit must be one of {known}.", hint=EXAMPLES)
-    return float(match[1]) * units[match[2]]
+    return DELAY.read(word)
 
 
 def _in_units(value: float, units: Mapping[str, float]) -> str:

@@ -14,7 +14,8 @@ from diloco_cli.errors import SpecError
 from diloco_cli.sim.outcome import SimulationOutcome
 from diloco_cli.sim.scenario import Scenario
 from diloco_cli.sim.simulator import simulate
-from diloco_cli.sim.world import World, parse_span, scenario_of, with_regions
+from diloco_cli.sim.world import World, scenario_of, with_regions
+from diloco_cli.spec.quantities import FLOPS, SPAN
 from diloco_cli.spec.schema import RunSpec
 
 WORLD_KEYS = ("regions", "link", "step", "flops", "mtbf", "restart", "seed")
@@ -85,12 +86,12 @@ def _changed(spec: RunSpec, world: World, key: str, value: str) -> tuple[RunSpec
             words = value if "/" in value or not rest else f"{value}/{rest[-1]}"
             return spec, replace(world, links=(words,))
         if key == "restart":
-            recovery = replace(world.recovery, restart=parse_span(value))
+            recovery = replace(world.recovery, restart=SPAN.read(value))
             return spec, replace(world, recovery=recovery)
         if key in ("step", "mtbf"):
-            return spec, replace(world, **{key: parse_span(value)})
+            return spec, replace(world, **{key: SPAN.read(value)})
         if key == "flops":
-            return spec, replace(world, flops=float(value))
+            return spec, replace(world, flops=FLOPS.read(value))
         return spec, replace(world, seed=int(value)) if key == "seed" else world
     except ValueError:
         raise SpecError(f"--vary {key}={value}: {value!r} is no number.") from None

@@ -7,7 +7,6 @@ world. Whatever is left out is assumed, and every assumption is written down.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,9 +20,12 @@ from diloco_cli.spec.schema import RegionSpec, RunSpec
 Seconds = float
 CYCLES = 100
 """Exchanges of the whole model that are simulated when no duration is given."""
+LEAST_STEP, MOST_STEP = 1e-6, 1e9
+"""Seconds of an inner step that can be simulated."""
+MOST_STEPS, MOST_DRAWN = 3 * 10**8, 10**6
+"""Inner steps of all regions, and failures, that one simulation may have."""
 CORE_FLOPS = 40e9
 """What one core of a laptop sustains: 8.1 k tokens/s of the quickstart's model, as it prints."""
-SPANS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,13 @@ def scenario_of(spec: RunSpec, sizes: tuple[int, ...], world: World) -> tuple[Sc
     """
     assumptions: list[str] = []
     sites = tuple(_site(spec, region, sum(sizes), world) for region in spec.regions)
+    _refuse_steps(sites, world)
     if estimate := _estimated_step(spec, sites, world):
         assumptions.append(estimate)
     if not world.links:
         assumptions.append("links of any rate and no delay (give --link)")
     duration = world.duration or CYCLES * spec.sync.every * max(site.step for site in sites)
+    _refuse_more(sites, world, duration)
     names = [site.name for site in sites]
     wide = parse_link(world.server_link) if world.server_link else Link()
     scenario = Scenario(
@@ -141,6 +145,44 @@ def _link(name: str, links: Sequence[str], known: Sequence[str]) -> Link:
     return replace(chosen, rate=chosen.rate * measured.LINE_SHARE.value)
 
 
+def _refuse_steps(sites: Sequence[RegionSite], world: World) -> None:
+    """Raises where a step is shorter or longer than any could be, naming what was said."""
+    for site in sites:
+        if LEAST_STEP <= site.step <= MOST_STEP:
+            continue
+        told = f"{world.flops or CORE_FLOPS:g} flop/s"
+        if world.step is not None:
+            told = f"a step of {world.step:g} s at full speed"
+        raise SpecError(
+            f"With {told} an inner step of {site.name} takes {site.step:.3g} s; between "
+            f"{LEAST_STEP:g} and {MOST_STEP:g} s can be simulated.",
+            hint="Give another --step or --flops; is it for another model?",
+        )
+
+
+def _refuse_more(sites: Sequence[RegionSite], world: World, duration: Seconds) -> None:
+    """Raises where a simulation would not end while somebody waits for it."""
+    steps = sum(duration / site.step for site in sites)
+    if steps > MOST_STEPS:
+        fastest = min(site.step for site in sites)
+        raise SpecError(
+            f"{duration:.3g} s with steps of {fastest:.3g} s are {steps:.2g} inner steps of all "
+            f"regions; {MOST_STEPS:.0e} are the most that can be simulated.",
+            hint="Give a shorter --duration, or fewer regions.",
+        )
+    for mean, option, struck in (
+        (world.mtbf, "--mtbf", len(sites)),
+        (world.server_mtbf, "--server-mtbf", 1),
+    ):
+        if world.trace is None and struck * duration / mean > MOST_DRAWN:
+            raise SpecError(
+                f"{option}: with {mean:g} s between two failures there are "
+                f"{struck * duration / mean:.2g} of them in {duration:.3g} s; {MOST_DRAWN:.0e} are "
+                "the most that can be simulated.",
+                hint=f"Give a longer {option}, or a shorter --duration.",
+            )
+
+
 def _faults(world: World, names: Sequence[str], until: Seconds) -> list[faults.Fault]:
     if world.trace is not None:
         return faults.load(world.trace, names)
@@ -162,11 +204,3 @@ def with_regions(spec: RunSpec, count: int) -> RunSpec:
         for number in range(len(known), count)
     ]
     return spec.model_copy(update={"regions": (*known[:count], *more)})
-
-
-def parse_span(word: str) -> Seconds:
-    """Reads a time: 90, 90s, 15m, 6h, 3d."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)", word.strip())
-    if match is None or match[2] not in SPANS or not float(match[1]) > 0:
-        raise SpecError(f"{word!r} is no time.", hint="Write for example 90s, 15m, 6h or 3d.")
-    return float(match[1]) * SPANS[match[2]]

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from diloco_cli.spec.fault_kinds import FAULT_KINDS
-from diloco_cli.spec.rules import Path, SpecFault, rate_of
+from diloco_cli.spec.quantities import rate_of
+from diloco_cli.spec.rules import Path, SpecFault
 from diloco_cli.validation import nearest
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from diloco_cli.spec.durations import HINT, seconds_of
+from diloco_cli.spec.quantities import DURATION, RATE, rate_of, seconds_of, why_not
 from diloco_cli.validation import in_words, nearest
 
 if TYPE_CHECKING:
@@ -124,16 +124,21 @@ def _answers_come_before_the_next_send(spec: RunSpec) -> Iterator[SpecFault]:
         )
 
 
-def _budget_holds_one_round(spec: RunSpec) -> Iterator[SpecFault]:
+def least_tokens(spec: RunSpec) -> int:
+    """Tokens of the cheapest round there is: the regions with the smallest batches make the
+    quorum. 0 where there are too few regions for one."""
     steps = sorted(inner.batch * inner.sequence for _, inner in _inners(spec))
+    quorum = spec.sync.quorum
+    return spec.sync.every * sum(steps[:quorum]) if len(steps) >= quorum else 0
+
+
+def _budget_holds_one_round(spec: RunSpec) -> Iterator[SpecFault]:
     quorum, every, tokens = spec.sync.quorum, spec.sync.every, spec.budget.tokens
-    # The cheapest round there is: the regions with the smallest batches make the quorum.
-    least = every * sum(steps[:quorum])
-    if len(steps) >= quorum and tokens < least:
+    if tokens < (least := least_tokens(spec)):
         owns = [("regions", number, "inner") for number in range(len(spec.regions))]
         yield SpecFault(
             ("budget", "tokens"),
-            f"is {tokens} but one round takes at least {least} (sync.quorum {quorum} × "
+            f"is {tokens} but one round takes at least {least} tokens (sync.quorum {quorum} × "
             f"sync.every {every} × batch × sequence), so the run would end before anything is "
             "merged",
             f"Set budget.tokens to {least} or more, or lower sync.every, inner.batch or "
@@ -209,7 +214,7 @@ def _checkpoints_go_to_a_folder(spec: RunSpec) -> Iterator[SpecFault]:
                 "Name a folder that every host of the region reaches, such as a mounted disk.",
             )
         if seconds_of(chosen.every) is None:
-            yield SpecFault((*at, "every"), f"is {chosen.every!r}, which is no duration", HINT)
+            yield _no_duration((*at, "every"), chosen.every)
 
 
 def _hosts_have_equal_parts(spec: RunSpec) -> Iterator[SpecFault]:
@@ -391,7 +396,7 @@ def _silence_is_forgotten_after_the_lease(spec: RunSpec) -> Iterator[SpecFault]:
     text, at = spec.server.forget, ("server", "forget")
     seconds = seconds_of(text)
     if seconds is None:
-        yield SpecFault(at, f"is {text!r}, which is no duration", HINT)
+        yield _no_duration(at, text)
     elif seconds <= spec.server.lease:
         yield SpecFault(
             at,
@@ -427,8 +432,7 @@ def _a_trainer_is_started_or_attaches(spec: RunSpec) -> Iterator[SpecFault]:
                 "start it yourself.",
             )
         if seconds_of(trainer.patience) is None:
-            message = f"is {trainer.patience!r}, which is no duration"
-            yield SpecFault((*at, "patience"), message, HINT)
+            yield _no_duration((*at, "patience"), trainer.patience)
         if region.mesh is not None or region.devices is not None:
             yield SpecFault(
                 ("regions", number, "mesh" if region.mesh else "devices"),
@@ -462,15 +466,12 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-RATES = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9, "Tbit": 1e12}
+def _no_duration(path: Path, text: str) -> SpecFault:
+    message = f"is {text!r}, which is no duration{why_not(DURATION, text)}"
+    return SpecFault(path, message, DURATION.hint)
+
+
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)(?:/s)?")
-
-
-def rate_of(text: str) -> float | None:
-    """Reads bits per second, such as 50Mbit or 1.5Gbit/s; None if it is no rate."""
-    found = _RATE.fullmatch(text.strip())
-    rate = float(found[1]) * RATES.get(found[2], 0.0) if found else 0.0
-    return rate if 0 < rate < float("inf") else None
 
 
 def _the_rate_limit_is_a_rate(spec: RunSpec) -> Iterator[SpecFault]:
@@ -479,12 +480,13 @@ def _the_rate_limit_is_a_rate(spec: RunSpec) -> Iterator[SpecFault]:
         return
     found = _RATE.fullmatch(text.strip())
     hint = "Write bits per second with their unit, for example 50Mbit or 1.5Gbit."
-    if found and float(found[1]) > 0:
+    if found and float(found[1]) > 0 and found[2] not in RATE.units:
         unit = found[2].removesuffix("ps")
-        meant = next((each for each in RATES if each.lower() == unit.lower()), None)
+        meant = next((each for each in RATE.units if each.lower() == unit.lower()), None)
         meant = meant or {"b": "bit", "kb": "kbit", "mb": "Mbit", "gb": "Gbit"}.get(unit.lower())
         hint = f"Did you mean `{found[1]}{meant}`? Rates are in bits." if meant else hint
-    yield SpecFault(("wire", "rate_limit"), f"is {text!r}, which is no rate", hint)
+    why = why_not(RATE, text.strip().removesuffix("/s"))
+    yield SpecFault(("wire", "rate_limit"), f"is {text!r}, which is no rate{why}", hint)
 
 
 def _reserved_keys_are_empty(spec: RunSpec) -> Iterator[SpecFault]:

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from diloco_cli.spec.chaos_rules import disturbances
-from diloco_cli.spec.durations import seconds_of
 from diloco_cli.spec.fault_kinds import Kind
-from diloco_cli.spec.rules import Conflicts, Path, conflicts, rate_of
+from diloco_cli.spec.quantities import rate_of, seconds_of
+from diloco_cli.spec.rules import Conflicts, Path, conflicts
 
 
 def _not_a_switch(value: Any) -> Any:

@@ -157,7 +157,7 @@ def test_words_are_short():
         ("10Mbit/50", "'50' is no time"),
         ("10Mbit/50ms/loss=1%", "'loss=1%'"),
         ("10Mbit/50ms/80ms", "'80ms'"),
-        ("0Mbit/50ms", "nothing would ever arrive"),
+        ("0Mbit/50ms", "it must be above 0"),
         ("10Mbit/50ms/reset=0s", "no connection would live"),
         ("10Mbit/50ms/out=5s..1s", "overlap"),
         ("10Mbit/50ms/window=0B", "nothing could be sent"),

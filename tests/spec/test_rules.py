@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from diloco_cli.spec.durations import seconds_of
 from diloco_cli.spec.load import parse_spec
+from diloco_cli.spec.quantities import seconds_of
 from diloco_cli.spec.rules import Conflicts
 from diloco_cli.spec.schema import RunSpec
 from tests.spec.short_spec import GOOD, loaded, problems, the_problem, with_line

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco_cli.cli.options import finite
 from diloco_cli.cli.spec import Format, OutputFormat, Overrides, SpecFile
 from diloco_cli.cli.study.simulate import Flops, Links, Step
 from diloco_cli.run.find_credential import CertsOption, for_url
@@ -45,7 +46,10 @@ def plan(
     restart: Annotated[str, typer.Option(metavar="TIME", help="Until it trains again.")] = "8s",
     cores: Annotated[int, typer.Option(min=1, help="Cores that the server merges on.")] = 1,
     target: Annotated[
-        float, typer.Option(min=0.5, max=0.999, help="Share of the pace that lines must allow.")
+        float,
+        typer.Option(
+            min=0.5, max=0.999, callback=finite, help="Share of the pace that lines must allow."
+        ),
     ] = 0.95,
     device: Annotated[
         str,
@@ -62,7 +66,8 @@ def plan(
     from diloco_cli.plan.devices import named_device
     from diloco_cli.run.folder import SpecPlace
     from diloco_cli.sim.scenario import Recovery
-    from diloco_cli.sim.world import World, parse_span
+    from diloco_cli.sim.world import World
+    from diloco_cli.spec.quantities import SPAN
 
     place = SpecPlace(spec_file)
     spec = load_run(place.file, overrides or ()).spec
@@ -72,13 +77,13 @@ def plan(
         links, steps = [_gross(way), *links], _steps(way, spec)
         notes = _probe_notes(probe, way, steps)
     world = World(
-        step=parse_span(step) if step else None,
+        step=SPAN.read(step) if step else None,
         steps={} if step or flops else steps,
         flops=flops,
         links=tuple(links),
         server_link=server_link,
-        mtbf=parse_span(mtbf) if mtbf else math.inf,
-        recovery=Recovery(restart=parse_span(restart)),
+        mtbf=SPAN.read(mtbf) if mtbf else math.inf,
+        recovery=Recovery(restart=SPAN.read(restart)),
         cores=cores,
         seed=seed,
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diloco_cli.cli.options import finite, output_file
 from diloco_cli.cli.spec import Format, OutputFormat, Overrides
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ Step = Annotated[
 ]
 Flops = Annotated[
     float | None,
-    typer.Option("--flops", min=1.0, help="Sustained by one region, instead of --step."),
+    typer.Option(
+        "--flops", min=1.0, callback=finite, help="Sustained by one region, instead of --step."
+    ),
 ]
 WIDTH = 110
 
@@ -52,13 +55,22 @@ def simulate(
     step: Step = "",
     flops: Flops = None,
     jitter: Annotated[
-        float, typer.Option(min=0.0, help="Spread of a step's time, 0.1: ±10 %.")
+        float,
+        typer.Option(
+            min=0.0, max=10.0, callback=finite, help="Spread of a step's time, 0.1: ±10 %."
+        ),
     ] = 0,
     mtbf: Annotated[
         str, typer.Option(metavar="TIME", help="Between two failures of a region, as in 6h.")
     ] = "",
     shape: Annotated[
-        float, typer.Option(min=0.1, help="Weibull shape of the failures; 1: exponential.")
+        float,
+        typer.Option(
+            min=0.1,
+            max=100.0,
+            callback=finite,
+            help="Weibull shape of the failures; 1: exponential.",
+        ),
     ] = 1.0,
     kind: Annotated[
         str, typer.Option(help="What fails: kill-trainer, or kill-region for the whole host.")
@@ -76,7 +88,10 @@ def simulate(
         Path | None, typer.Option(metavar="FILE", help="Recorded faults instead of drawn ones.")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the faults that were played.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=output_file, help="Write the faults that were played."
+        ),
     ] = None,
     duration: Annotated[
         str, typer.Option(metavar="TIME", help="How much of the run; 100 exchanges if left out.")
@@ -87,7 +102,10 @@ def simulate(
         typer.Option(metavar="KEY=A,B,…", help="Simulate each value, as in link=0.5,1,2Gbit."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw it; needs the extra `plot`.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.png", callback=output_file, help="Draw it; needs the extra `plot`."
+        ),
     ] = None,
     format: OutputFormat = Format.text,
 ) -> None:
@@ -114,33 +132,36 @@ def simulate(
         _preset(PRESETS[what](seed=seed), plot, format)
         return
     from diloco_cli.sim.scenario import Recovery
-    from diloco_cli.sim.world import World, parse_span
+    from diloco_cli.sim.world import World
+    from diloco_cli.spec.quantities import SPAN
 
     # Paths in the spec are relative to it, these are not.
     trace, record, plot = (path and path.absolute() for path in (trace, record, plot))
     world = World(
-        step=parse_span(step) if step else None,
+        step=SPAN.read(step) if step else None,
         flops=flops,
         links=tuple(link or ()),
         server_link=server_link,
-        mtbf=parse_span(mtbf) if mtbf else math.inf,
+        mtbf=SPAN.read(mtbf) if mtbf else math.inf,
         shape=shape,
         kind=_kind(kind),
-        server_mtbf=parse_span(server_mtbf) if server_mtbf else math.inf,
+        server_mtbf=SPAN.read(server_mtbf) if server_mtbf else math.inf,
         recovery=Recovery(
-            parse_span(detect), parse_span(restart), checkpoint=parse_span(checkpoint), anew=True
+            SPAN.read(detect), SPAN.read(restart), checkpoint=SPAN.read(checkpoint), anew=True
         ),
         jitter=jitter,
         cores=cores,
-        duration=parse_span(duration) if duration else None,
+        duration=SPAN.read(duration) if duration else None,
         trace=trace,
         seed=seed,
     )
     cells = _simulate(what, overrides or [], world, vary or [])
     if record is not None:
         from diloco_cli.sim import faults
+        from diloco_cli.system.outputs import writing
 
-        faults.save(cells[0].scenario.faults, record)
+        with writing(record, "--record"):
+            faults.save(cells[0].scenario.faults, record)
     if plot is not None:
         from diloco_cli.bench.published.plot import plot_outcomes
 
