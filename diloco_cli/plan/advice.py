@@ -104,9 +104,11 @@ def _for_lines(scenario: Scenario, target: float) -> Iterator[Advice]:
     )
 
 
-def _every(scenario: Scenario, target: float, slowest: float) -> int:
+def _every(scenario: Scenario, target: float, slowest: float) -> float:
+    """The period with which lines suffice; infinite where round trips alone take too long."""
     needs = traffic(scenario, target)
-    return math.ceil(scenario.sync.every * max(1.0, max(needs.need_up, needs.need_down) / slowest))
+    every = scenario.sync.every * max(1.0, max(needs.need_up, needs.need_down) / slowest)
+    return math.ceil(every) if math.isfinite(every) else every
 
 
 def _coarser(way: str, bits: float, old: float, need: float) -> str:

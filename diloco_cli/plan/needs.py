@@ -118,6 +118,21 @@ def _pacing(scenario: Scenario) -> Seconds:
     return sorted(site.step for site in scenario.sites)[scenario.sync.quorum - 1]
 
 
+def exchange(scenario: Scenario) -> Seconds:
+    """What lines, server and its disk take for one exchange of the whole model, without steps."""
+    size, largest, count = scenario.parameters, max(scenario.sizes), len(scenario.sites)
+    server = scenario.server
+    ways = [
+        *((scenario.up_bits, site.upward.rate) for site in scenario.sites),
+        *((scenario.down_bits, site.link.rate) for site in scenario.sites),
+        *((count * bits, server.link.rate) for bits in (scenario.up_bits, scenario.down_bits)),
+    ]
+    trips = 2 * max(site.link.round_trip for site in scenario.sites)
+    looks = largest / scenario.encode_values + largest / server.check_values
+    merging = count * size / server.merge_values + 2 * server.commit
+    return max(size * bits / rate for bits, rate in ways) + trips + looks + merging
+
+
 def _rate(scenario: Scenario, bits: float, seconds: Seconds, target: float) -> float:
     volume, share = scenario.parameters * bits, measured.LINE_SHARE.value
     if scenario.sync.overlap:

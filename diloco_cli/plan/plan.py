@@ -15,6 +15,7 @@ from diloco_cli.assemble import fragment_sizes
 from diloco_cli.models import Described, models
 from diloco_cli.net.options import DEFAULTS
 from diloco_cli.net.transfer.throughput import PATIENCE, Throughput
+from diloco_cli.observe.units import seconds
 from diloco_cli.plan.advice import Advice, advised, followed, pasted
 from diloco_cli.plan.devices import (
     LIKELY_MFU,
@@ -26,7 +27,15 @@ from diloco_cli.plan.devices import (
     likely_steps,
     verdicts,
 )
-from diloco_cli.plan.needs import Bound, MemoryNeeds, TrafficNeeds, bounds, memory, traffic
+from diloco_cli.plan.needs import (
+    Bound,
+    MemoryNeeds,
+    TrafficNeeds,
+    bounds,
+    exchange,
+    memory,
+    traffic,
+)
 from diloco_cli.sim.outcome import SimulationOutcome
 from diloco_cli.sim.scenario import Scenario
 from diloco_cli.sim.simulator import simulate
@@ -36,6 +45,8 @@ from diloco_cli.spec.schema import RunSpec
 Seconds = float
 CYCLES = 12
 """Exchanges of the whole model that are simulated."""
+MOST_STEPS = 100_000
+"""Inner steps of all regions that are simulated to see so many over lines that take long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,11 @@ class Plan:
             f"{needs.total / 1e9:.3g} GB on each device, of {large[0].device.memory / 1e9:.3g} GB"
             for names, needs in alike(verdict.needs for verdict in large)
         ]
+        if not self.expected.versions:
+            found.append(
+                f"nothing comes of it: not one version within {seconds(self.expected.seconds)}, as "
+                f"one exchange of the model takes {seconds(exchange(self.scenario))}"
+            )
         held_up = self.bounds[0].load > 1 or self.unbroken < 0.9
         if held_up and not self.advice:
             found.append(self.binding)
@@ -194,8 +210,10 @@ def _simulated(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
     sizes = fragment_sizes(spec)
     scenario, assumptions = scenario_of(spec, sizes, world)
     cycle = spec.sync.every * max(site.step for site in scenario.sites)
-    seconds = world.duration or CYCLES * cycle
-    longer, _ = scenario_of(spec, sizes, replace(world, duration=seconds))
+    # What lines and disk take for one exchange may be longer than its steps.
+    whole = min(CYCLES * exchange(scenario), MOST_STEPS / sum(1 / s.step for s in scenario.sites))
+    duration = world.duration or max(CYCLES * cycle, whole)
+    longer, _ = scenario_of(spec, sizes, replace(world, duration=duration))
     return replace(longer, budget=math.inf), assumptions
 
 

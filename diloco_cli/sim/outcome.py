@@ -7,10 +7,13 @@ members   contributors of a version ÷ regions, on average
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from diloco_cli.core.rounds import Receipt
+from diloco_cli.sim.network import Lane
 from diloco_cli.sim.region import SimulatedRegion
 from diloco_cli.sim.scenario import Scenario
 
@@ -37,6 +40,7 @@ class SimulationOutcome:
     """Applied."""
     versions: int
     bytes_up: int
+    """That lines have carried by the end, up and down."""
     bytes_down: int
     turned_away: int
     faults: int
@@ -49,6 +53,29 @@ class SimulationOutcome:
         del data["timeline"]
         data["staleness_counts"] = {str(k): n for k, n in sorted(self.staleness_counts.items())}
         return data
+
+
+class OnTheWay:
+    """Bytes that lines have taken on and not carried yet; a run may end before they have."""
+
+    def __init__(self) -> None:
+        self._bodies: list[tuple[Seconds, Seconds, int]] = []
+
+    def send(self, lane: Lane, length: int, *, at: Seconds, now: Seconds) -> Lane:
+        """Puts a body behind all others of a lane, from a moment on; gives the lane after it."""
+        after = lane.send(length, now=at)
+        while self._bodies and self._bodies[0][0] <= now:
+            heapq.heappop(self._bodies)
+        heapq.heappush(self._bodies, (after.free_at, max(at, lane.free_at), length))
+        return after
+
+    def left(self, now: Seconds) -> int:
+        """How many are not carried at a moment."""
+        left = 0.0
+        for ends, begins, length in self._bodies:
+            if ends > now:
+                left += length * min(1.0, (ends - now) / max(ends - begins, 1e-12))
+        return math.ceil(left)
 
 
 class OutcomeCounter:

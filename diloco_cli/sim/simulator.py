@@ -18,7 +18,7 @@ from diloco_cli.core.rounds import Receipt
 from diloco_cli.sim.clock import EventQueue
 from diloco_cli.sim.faults import Fault
 from diloco_cli.sim.network import Link, parse_link
-from diloco_cli.sim.outcome import OutcomeCounter, SimulationOutcome
+from diloco_cli.sim.outcome import OnTheWay, OutcomeCounter, SimulationOutcome
 from diloco_cli.sim.region import SimulatedRegion
 from diloco_cli.sim.scenario import RegionSite, Scenario
 from diloco_cli.sim.server import SimulatedServer
@@ -44,6 +44,8 @@ class Simulation:
         self.regions = {site.name: self.region_of(cut(site)) for site in scenario.sites}
         self.links = {name: region.site.link for name, region in self.regions.items()}
         self.tally = OutcomeCounter(scenario, training=len(self.regions))
+        # Over the lines of regions, and over the server's own.
+        self.on_way_up, self.on_way_down = (OnTheWay(), OnTheWay()), (OnTheWay(), OnTheWay())
         self.overlap = scenario.sync.overlap > 0
         for region in self.regions.values():
             self._beat_now(region)
@@ -67,6 +69,9 @@ class Simulation:
         happened = self.agenda.run(self.scenario.duration, lambda: tally.applied >= budget)
         for region in self.regions.values():
             region.advance(self.agenda.now)
+        now = self.agenda.now
+        tally.bytes_up -= max(bodies.left(now) for bodies in self.on_way_up)
+        tally.bytes_down -= max(bodies.left(now) for bodies in self.on_way_down)
         return tally.outcome(self.regions.values(), now=self.agenda.now, events=happened)
 
     # Heartbeats
@@ -142,15 +147,18 @@ class Simulation:
     # A region that is cut off must not hold up the server's lane, so that one is used now.
 
     def _sent(self, region: SimulatedRegion, length: int, ready: Seconds) -> Seconds:
-        region.up = region.up.send(length, now=ready)
-        self.server.up = self.server.up.send(length, now=ready)
+        now, (region_line, server_line) = self.agenda.now, self.on_way_up
+        region.up = region_line.send(region.up, length, at=ready, now=now)
+        self.server.up = server_line.send(self.server.up, length, at=ready, now=now)
         self.tally.bytes_up += length
         return max(region.up.last, self.server.up.last)
 
     def _fetched(self, region: SimulatedRegion, length: int) -> Seconds:
         now, link = self.agenda.now, region.site.link
-        region.down = region.down.send(length, now=link.after(now, link.delay))
-        self.server.down = self.server.down.send(length, now=now)
+        region_line, server_line = self.on_way_down
+        there = link.after(now, link.delay)
+        region.down = region_line.send(region.down, length, at=there, now=now)
+        self.server.down = server_line.send(self.server.down, length, at=now, now=now)
         self.tally.bytes_down += length
         return max(region.down.last, self.server.down.last)
 

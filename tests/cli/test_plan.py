@@ -21,6 +21,7 @@ from diloco_cli.plan.advice import advised, followed, pasted
 from diloco_cli.plan.needs import traffic
 from diloco_cli.plan.plan import plan, unbroken
 from diloco_cli.sim.measured import LINE_SHARE
+from diloco_cli.sim.network import parse_link
 from diloco_cli.sim.scenario import Recovery
 from diloco_cli.sim.world import World, scenario_of
 from diloco_cli.spec.schema import RunSpec
@@ -114,6 +115,35 @@ def test_a_named_device_says_how_fast_a_region_may_be():
 def test_a_device_that_nobody_knows_is_refused_with_those_that_are():
     result = run(QUICK, "--device", "h1000")
     assert isinstance(result.exception, SpecError) and "v5p" in (result.exception.hint or "")
+
+
+@pytest.mark.parametrize("size", ["0GB", "-5GB", "infGB", "1e400GB", "80"])
+def test_a_size_that_no_device_has_is_refused_for_its_number(size: str):
+    result = run(QUICK, "--device", size)
+    assert isinstance(result.exception, SpecError)
+    assert f"{size!r} is no size of a device: it" in result.exception.message
+
+
+@pytest.mark.parametrize("link", ["1bit", "2kbit", "20kbit/50ms", "1Mbit/2s"])
+def test_a_line_is_not_said_to_carry_more_than_it_can(link: str):
+    found = data(QUICK, "--link", link)
+    day, rate = found["expected"]["bytes_per_day"], parse_link(link).rate
+    for way in ("up", "down"):
+        assert day[way] <= 86400 * rate * LINE_SHARE.value / 8
+    slow = [words for words in found["problems"] if "not one version" in words]
+    assert (day["down"] > 0.8 * day["up"] > 0) != bool(slow)
+
+
+def test_short_steps_are_simulated_until_versions_come_of_them():
+    """The server takes milliseconds for a version, and these steps take less."""
+    found = data(QUICK, "--flops", "1e14")["expected"]
+    assert found["bytes_per_day"]["down"] == pytest.approx(found["bytes_per_day"]["up"], rel=0.2)
+    assert found["days_to_budget"] is not None and found["participation"] == 1.0
+
+
+def test_round_trips_that_no_period_makes_up_for_are_no_error():
+    words = run(QUICK, "--set", "sync.overlap=0", "--link", "1Gbit/1000s")
+    assert words.exit_code == 0 and "no rate is enough" in words.output
 
 
 def test_nothing_needs_to_change_is_not_said_beside_a_problem():

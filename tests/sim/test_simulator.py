@@ -139,6 +139,15 @@ def test_bytes_are_the_fragments_that_travelled_at_the_measured_bits():
     assert posted * 25e6 * 2 / 8 <= one.bytes_up <= (posted + 16) * 25e6 * 2 / 8
 
 
+def test_bytes_that_a_line_has_not_carried_yet_are_not_counted():
+    """The first frame takes longer than the whole run, and a share of it has passed."""
+    narrow = scenario(regions=2, seconds=600.0, link=Link(rate=1e4, delay=0.0))
+    one = simulate(narrow)
+    assert 0.9 * 2 * 600 * 1e4 / 8 < one.bytes_up <= 2 * 600 * 1e4 / 8 and one.versions == 0
+    shared = replace(narrow, server=replace(narrow.server, link=Link(rate=5e3)))
+    assert simulate(shared).bytes_up <= 600 * 5e3 / 8
+
+
 @pytest.mark.parametrize("adopt", ["rebase", "replace", "blend"])
 def test_every_token_has_a_fate_whatever_happens(adopt: str):
     play = Simulation(scenario(faults=every_kind(600.0), sync={"adopt": adopt, "quorum": 2}))
