@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 
 from diloco_cli.bench.figure import Figure
+from diloco_cli.bench.quality.setting import BATCH, MODEL, RATE, SEQUENCE, QualitySetting
+from diloco_cli.cli.options import above_zero, finite, output_file, record_file
 from diloco_cli.cli.spec import Format, OutputFormat
 from diloco_cli.net.credentials import NOBODY
 from diloco_cli.run.find_credential import CertsOption, for_url
@@ -22,7 +24,9 @@ bench = typer.Typer()
 @bench.command()
 def inner(
     windows: Annotated[int, typer.Option(min=1, help="How often each side is measured.")] = 8,
-    seconds: Annotated[float, typer.Option(min=2.0, help="How long one measurement takes.")] = 4.0,
+    seconds: Annotated[
+        float, typer.Option(min=2.0, callback=finite, help="How long one measurement takes.")
+    ] = 4.0,
     hosts: Annotated[
         int, typer.Option(min=1, max=2, help="Processes that share the region's step.")
     ] = 1,
@@ -150,31 +154,45 @@ def recovery(
 @bench.command()
 def quality(
     file: Annotated[
-        Path, typer.Option("--file", help="Where cells are kept; those in it are not run again.")
+        Path,
+        typer.Option(
+            "--file",
+            callback=record_file,
+            help="Where cells are kept; those in it are not run again. Its folder is made.",
+        ),
     ] = Path("build/quality.jsonl"),
     only: Annotated[str, typer.Option(metavar="REGEX", help="Cells whose names match.")] = "",
     seeds: Annotated[str, typer.Option(metavar="N,N…", help="Seeds, each its own run.")] = "1,2,3",
     model: Annotated[
-        str, typer.Option(metavar="LxW", help="Layers and width, as in 2x64; else 1x32.")
-    ] = "",
+        str, typer.Option(metavar="LxW", help="Layers and width, as in 2x64.")
+    ] = MODEL,
     batch: Annotated[
-        int, typer.Option(min=0, help="Sequences in a step of all regions together; else 64.")
-    ] = 0,
-    sequence: Annotated[int, typer.Option(min=0, help="Tokens in a sequence; else 32.")] = 0,
+        int, typer.Option(min=1, help="Sequences in a step of all regions together.")
+    ] = BATCH,
+    sequence: Annotated[int, typer.Option(min=8, help="Tokens in a sequence.")] = SEQUENCE,
     tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of each cell; 0: as in the published table.")
-    ] = 0,
+        int | None,
+        typer.Option(min=1, help="Tokens of each cell; as in the published table if left out."),
+    ] = None,
     tokens_per_parameter: Annotated[
-        float, typer.Option(min=0.0, help="Tokens of each cell for each parameter of the model.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            callback=above_zero, help="Tokens of each cell for each parameter of the model."
+        ),
+    ] = None,
     lr: Annotated[
-        float, typer.Option(min=0.0, help="Inner rate of data parallel; else 0.008.")
-    ] = 0.0,
+        float, typer.Option(callback=above_zero, help="Inner rate of data parallel.")
+    ] = RATE,
     lr_regions: Annotated[
-        float, typer.Option(min=0.0, help="Inner rate of cells with regions; else the same.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            callback=above_zero, help="Inner rate of cells with regions; the same if left out."
+        ),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Cells that run at the same time.")] = 1,
-    plot: Annotated[Path | None, typer.Option(help="Draw the table into this file (PNG).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=output_file, help="Draw the table into this file (PNG).")
+    ] = None,
     format: OutputFormat = Format.text,
 ) -> None:
     """Compare ways to synchronise by held-out loss at equal tokens.
@@ -182,9 +200,9 @@ def quality(
     Real training steps, frames and merges on a virtual clock, in one process. Takes an hour or
     more on one core; stopped and started again, it goes on.
     """
-    from diloco_cli.bench.quality.command import Setting, quality_figures
+    from diloco_cli.bench.quality.command import quality_figures
 
-    setting = Setting(model, batch, sequence, tokens, tokens_per_parameter, lr, lr_regions)
+    setting = QualitySetting(model, batch, sequence, tokens, tokens_per_parameter, lr, lr_regions)
     table, figures = quality_figures(
         file, setting, only=only, seeds=seeds, workers=workers, plot=plot
     )

@@ -12,7 +12,7 @@ import pytest
 
 from diloco_cli.bench.quality import runner
 from diloco_cli.bench.quality.cells import CUT, GOALS, HASTY, SYNCHRONOUS, Cell, table
-from diloco_cli.bench.quality.command import chosen, seeds_of, shape_of
+from diloco_cli.bench.quality.command import chosen, seeds_of
 from diloco_cli.bench.quality.experiment import (
     Budget,
     about,
@@ -26,8 +26,10 @@ from diloco_cli.bench.quality.experiment import (
 )
 from diloco_cli.bench.quality.learner import TrainingOptions, TrainingRegion
 from diloco_cli.bench.quality.runner import read, run_cells
+from diloco_cli.bench.quality.setting import QualitySetting, shape_of
 from diloco_cli.bench.quality.table import rows, verdicts
 from diloco_cli.bench.quality.training import Trained, Training
+from diloco_cli.cli.app import main
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.errors import SpecError, StoreError
@@ -332,8 +334,8 @@ def test_goals_are_judged_by_seeds_that_both_have():
 
 
 def test_a_setting_is_read_or_refused():
-    assert shape_of("") == {} and shape_of("2x64") == {"layers": 2, "width": 64, "heads": 2}
-    for wrong in ("64", "0x64", "2x60", "2x64x2", "tiny"):
+    assert shape_of("2x64") == {"layers": 2, "width": 64, "heads": 2}
+    for wrong in ("", "64", "0x64", "2x60", "2x64x2", "tiny"):
         with pytest.raises(SpecError, match="as in 2x64"):
             shape_of(wrong)
     budget = replace(SMALL, **shape_of("1x32"), batch=16, sequence=32).per_parameter(20)
@@ -341,6 +343,44 @@ def test_a_setting_is_read_or_refused():
     own = replace(SMALL, lr_regions=1e-3)
     assert spec_of(PARALLEL, own, 1).inner.optimizer["lr"] == SMALL.lr
     assert spec_of(PLAIN, own, 1).inner.optimizer["lr"] == 1e-3
+
+
+def test_what_is_left_out_is_the_published_table():
+    asked, published = QualitySetting(), Budget()
+    assert shape_of(asked.model) == {
+        key: published.model[key] for key in ("layers", "width", "heads")
+    }
+    assert (asked.batch, asked.sequence, asked.lr) == (
+        published.batch,
+        published.sequence,
+        published.lr,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tokens", "4096"), "--tokens 4096 is too few: 'data parallel' needs at least 6144"),
+        (("--tokens-per-parameter", "0.001"), "0.001 makes 2048 tokens, too few: 'data parallel'"),
+        (("--tokens", "9000", "--batch", "128"), "needs at least 12288 tokens"),
+        (("--batch", "0"), "'--batch'"),
+        (("--sequence", "0"), "'--sequence'"),
+        (("--tokens", "0"), "'--tokens'"),
+        (("--lr", "0"), "0 is not more than 0"),
+        (("--tokens-per-parameter", "-1"), "-1 is not more than 0"),
+    ],
+)
+def test_a_setting_that_trains_nothing_is_refused(words, said, tmp_path, capsys):
+    file = str(tmp_path / "quality.jsonl")
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "quality", "--only", "^data", "--seeds", "1", "--file", file, *words])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cell_that_is_no_run_says_what_is_wrong_with_it():
+    with pytest.raises(SpecError, match="one round takes at least 192 tokens"):
+        spec_of(PARALLEL, replace(SMALL, tokens=1), 1)
 
 
 def test_a_cell_comes_with_the_one_it_is_compared_with():

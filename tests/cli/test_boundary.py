@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from diloco_cli import __main__ as entry
 from diloco_cli.cli import app as boundary
+from diloco_cli.cli.options import above_zero, finite
 from diloco_cli.errors import LinkError, QuorumLost, SpecError, StoreError, WireError
+from diloco_cli.system.outputs import cannot_be_written
+from tests import ROOT
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -116,6 +123,93 @@ def test_wrong_usage_ends_with_2_and_points_to_help(arguments, said, capsys):
     assert printed.startswith("error: ")
     assert said in printed
     assert "--help" in printed
+
+
+SPEC = str(ROOT / "pipelines" / "quickstart.yaml")
+FILES = [
+    ("pull", "--out"),
+    ("report", "--out"),
+    ("compare", "a", "b", "--out"),
+    ("simulate", SPEC, "--record"),
+    ("simulate", SPEC, "--plot"),
+    ("simulate", "streaming-table4", "--plot"),
+    ("bench", "quality", "--plot"),
+    ("data", "train-tokenizer", "in.txt", "--vocabulary", "300", "--out"),
+    ("certs", "issue", "--region", "r", "--bundle"),
+]
+"""Options that name a file to be written."""
+FOLDERS = [
+    ("export", "--out"),
+    ("profile", "run", "--region", "r", "--out"),
+    ("backup", "run", "--to"),
+    ("data", "prepare", "in.txt", "--tokenizer", "t.json", "--out"),
+    ("bench", "quality", "--file"),
+]
+"""Options that name a folder to be made, or a file whose folder is."""
+
+
+@pytest.mark.parametrize("words", FILES, ids=" ".join)
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_done(words, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for place, why in (
+        (tmp_path / "missing" / "x", f"there is no folder {tmp_path / 'missing'} to write x into"),
+        (tmp_path / "file" / "x", f"there is no folder {tmp_path / 'file'} to write x into"),
+        (tmp_path, f"{tmp_path} is a folder, not a file"),
+        (Path("/proc/x"), "/proc/x cannot be written"),
+        (tmp_path / ("x" * 300), "cannot be written: File name too long"),
+    ):
+        assert exit_code(*words, str(place)) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {words[-1]}: ") and why in said and "hint: " in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("words", FOLDERS, ids=" ".join)
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_done(words, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "deep" / "x"
+    assert exit_code(*words, str(place)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {words[-1]}: {tmp_path}") and "is a file" in said
+    assert "hint: " in said and (tmp_path / "file").read_text() == ""
+
+
+def test_a_folder_in_the_place_of_a_file_that_is_added_to_is_named(tmp_path, capsys):
+    assert exit_code("bench", "quality", "--file", str(tmp_path)) == 2
+    assert f"--file: {tmp_path} is a folder, not a file" in capsys.readouterr().err
+
+
+def test_only_a_disk_without_room_is_not_the_commands_fault(tmp_path):
+    full = cannot_be_written(tmp_path, "--out", OSError(errno.ENOSPC, "No space left on device"))
+    gone = cannot_be_written(tmp_path, "--out", FileNotFoundError(errno.ENOENT, "No such file"))
+    assert (full.exit_code, gone.exit_code) == (5, 2)
+    assert "--out" in (full.hint or "") and "--out" in (gone.hint or "")
+
+
+def commands(group: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, *names, name)
+    if not hasattr(group, "commands"):
+        yield " ".join(names), group
+
+
+def test_no_option_takes_a_number_without_an_end(capsys):
+    numbers = [
+        (f"{name} {param.opts[0]}", param.callback)
+        for name, command in commands(typer.main.get_command(boundary.app))
+        for param in command.params
+        if "float" in str(getattr(param, "type_descriptor", "") or getattr(param, "type", ""))
+    ]
+    assert len(numbers) > 10, "or this test looks at the wrong thing"
+    unguarded = [
+        name
+        for name, check in numbers
+        if getattr(check, "__wrapped__", check) not in (finite, above_zero)
+    ]
+    assert unguarded == []
+    for number in ("inf", "nan"):
+        assert exit_code("stop", "--wait", number) == 2
+        assert f"'--wait': {number} is not a finite number" in capsys.readouterr().err
 
 
 def test_no_command_at_all_shows_the_commands(capsys):

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from diloco_cli.bench.figure import Figure
 from diloco_cli.bench.quality.cells import Cell, table
+from diloco_cli.bench.quality.setting import QualitySetting, shape_of
 from diloco_cli.errors import SpecError
 
-
-@dataclass(frozen=True)
-class Setting:
-    """What people may say about the model and the budget; zeros are the published table's."""
-
-    model: str = ""
-    batch: int = 0
-    sequence: int = 0
-    tokens: int = 0
-    tokens_per_parameter: float = 0.0
-    lr: float = 0.0
-    lr_regions: float = 0.0
+if TYPE_CHECKING:
+    from diloco_cli.bench.quality.experiment import Budget
 
 
 def quality_figures(
-    file: Path, setting: Setting, *, only: str, seeds: str, workers: int, plot: Path | None
+    file: Path, setting: QualitySetting, *, only: str, seeds: str, workers: int, plot: Path | None
 ) -> tuple[str, list[Figure]]:
     """Runs what is missing in the file; gives the table and the goals it can judge."""
     cells, numbers = chosen(only), seeds_of(seeds)
     shape = shape_of(setting.model)
-    if setting.tokens and setting.tokens_per_parameter:
+    if setting.tokens is not None and setting.tokens_per_parameter is not None:
         raise SpecError("--tokens and --tokens-per-parameter both say how long a cell is.")
     from diloco_cli.worker.trainer.task import set_up
 
@@ -45,7 +37,7 @@ def quality_figures(
     named = {
         name: value
         for name in ("batch", "sequence", "tokens", "lr", "lr_regions")
-        if (value := getattr(setting, name))
+        if (value := getattr(setting, name)) is not None
     }
     budget = Budget(**shape, **named)
     for cell in cells:
@@ -54,8 +46,9 @@ def quality_figures(
                 f"--batch {budget.batch} does not part into {cell.regions} regions.",
                 hint="Give a multiple of 8, or choose cells with --only.",
             )
-    if setting.tokens_per_parameter:
+    if setting.tokens_per_parameter is not None:
         budget = budget.per_parameter(setting.tokens_per_parameter)
+    _refuse_too_few(cells, budget, setting)
     records = run_cells(cells, numbers, budget, file, _say, workers=workers)
     rows = quality_table.rows(cells, records)
     if plot is not None:
@@ -63,17 +56,24 @@ def quality_figures(
     return quality_table.markdown(rows), quality_table.verdicts(records)
 
 
-def shape_of(words: str) -> dict[str, int]:
-    """Reads 2x64: layers and width; a head for every 32 of the width."""
-    if not words:
-        return {}
-    match = re.fullmatch(r"([1-9][0-9]{0,2})x([1-9][0-9]{0,4})", words)
-    if match is None or int(match[2]) % 16:
+def _refuse_too_few(cells: Sequence[Cell], budget: Budget, setting: QualitySetting) -> None:
+    """Says how many tokens every one of the cells needs, where there are fewer."""
+    from diloco_cli.bench.quality.experiment import Budget, spec_of
+    from diloco_cli.spec.rules import MOST_TOKENS, least_tokens
+
+    ample = replace(budget, tokens=MOST_TOKENS)
+    needs = {cell.name: least_tokens(spec_of(cell, ample, 0)) for cell in cells}
+    name = max(needs, key=lambda each: needs[each])
+    if budget.tokens < needs[name]:
+        told = f"--tokens {budget.tokens} is"
+        if (share := setting.tokens_per_parameter) is not None:
+            told = f"--tokens-per-parameter {share:g} makes {budget.tokens} tokens,"
         raise SpecError(
-            f"--model {words!r}: write layers and width, as in 2x64; a width is a multiple of 16."
+            f"{told} too few: {name!r} needs at least {needs[name]} tokens, those of one round "
+            "(sync.every × batch × sequence); it would end before anything is merged.",
+            hint=f"Give --tokens {needs[name]} or more (published: {Budget().tokens}), or a "
+            "smaller --batch or --sequence.",
         )
-    layers, width = int(match[1]), int(match[2])
-    return {"layers": layers, "width": width, "heads": max(1, width // 32)}
 
 
 def chosen(only: str) -> list[Cell]:

@@ -22,6 +22,7 @@ import numpy as np
 from diloco_cli.assemble import spelled_out
 from diloco_cli.bench.quality.cells import Cell
 from diloco_cli.bench.quality.learner import TrainingOptions
+from diloco_cli.bench.quality.setting import BATCH, RATE, SEQUENCE
 from diloco_cli.bench.quality.training import CurvePoint, Trained, Training, Watch
 from diloco_cli.core.fragments import cut
 from diloco_cli.data import Stream, datasets
@@ -32,6 +33,7 @@ from diloco_cli.sim import faults
 from diloco_cli.sim.network import Link
 from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario, ServerSite
 from diloco_cli.spec.fault_kinds import KILLS
+from diloco_cli.spec.load import check_spec
 from diloco_cli.spec.resolved import resolved
 from diloco_cli.spec.schema import InnerSpec, RunSpec
 from diloco_cli.worker.engines.jax_engine import JaxStep, make_step
@@ -80,14 +82,14 @@ class Budget:
     """What all cells of a table have in common."""
 
     tokens: int = 6_291_456
-    batch: int = 64
+    batch: int = BATCH
     """Sequences in a step of all regions together."""
-    sequence: int = 32
+    sequence: int = SEQUENCE
     layers: int = 1
     width: int = 32
     heads: int = 1
     warmup: int = 50
-    lr: float = 8e-3
+    lr: float = RATE
     """Inner, of data parallel."""
     lr_regions: float = 0.0
     """Inner, of cells with regions; 0: the same."""
@@ -137,7 +139,7 @@ def spec_of(cell: Cell, budget: Budget, seed: int) -> RunSpec:
         data["sync"] = {"fragments": 1, "every": 3}  # It has none; the spec wants one that fits.
     for key, value in cell.settings:
         _put(data, key.split("."), value)
-    return RunSpec.model_validate(data)
+    return check_spec(data, f"The cell {cell.name!r}")
 
 
 def _put(data: dict[str, Any], path: list[str], value: Any) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from diloco_cli.bench.quality.cells import Cell
 from diloco_cli.bench.quality.experiment import Budget, CellRecord, name_of, run_cell
 from diloco_cli.errors import StoreError
+from diloco_cli.system.outputs import cannot_be_written
 from diloco_cli.worker.trainer.task import set_up
 
 Say = Callable[[str], None]
@@ -123,4 +124,4 @@ def append(file: Path, record: CellRecord) -> None:
             out.truncate(len(text[:cut].encode()))
             out.write(json.dumps(record) + "\n")
     except OSError as error:
-        raise StoreError(f"{file} cannot be written: {error.strerror}.") from None
+        raise cannot_be_written(file, "--file", error) from None
