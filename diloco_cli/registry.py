@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from diloco_cli.errors import RegistryError
 from diloco_cli.validation import in_words, nearest
@@ -29,6 +29,13 @@ def _reader(choice: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(choice)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Advised:
+    """In the type of an option: what to say to whoever gives it another kind of value."""
+
+    words: str
+
+
 class Registry(Generic[T]):
     def __init__(self, noun: str) -> None:
         self.noun = noun
@@ -39,6 +46,9 @@ class Registry(Generic[T]):
             if kind in self._choices:
                 raise ValueError(f"{self.noun} {kind!r} is taken by {self._choices[kind]!r}")
             self._choices[kind] = cast("type[T]", choice)
+            # Read by pydantic: no option of any kind is nan or without an end.
+            if "__pydantic_config__" not in vars(choice):
+                cast(Any, choice).__pydantic_config__ = ConfigDict(allow_inf_nan=False)
             return choice
 
         return add
@@ -94,4 +104,11 @@ class Registry(Generic[T]):
         if not detail["loc"]:
             return RegistryError(f"The {self.noun} {kind!r}: {message}", hint=hint)
         key = ".".join(str(step) for step in detail["loc"])
+        hint = hint or self._advice(kind, str(detail["loc"][0]))
         return RegistryError(f"The {self.noun} {kind!r}: {key} {message}", hint=hint, key=key)
+
+    def _advice(self, kind: str, option: str) -> str | None:
+        """What the option itself says to whoever got it wrong."""
+        hints = get_type_hints(self._choices[kind], include_extras=True)
+        about = getattr(hints[option], "__metadata__", ())
+        return next((each.words for each in about if isinstance(each, Advised)), None)

@@ -33,7 +33,7 @@ def in_words(detail: ErrorDetails, known: Sequence[str] = ()) -> tuple[str, str 
         return f"needs at least {limits['min_length']}; {got}", None
     for word, sign in _LIMITS.items():
         if kind == word:
-            return f"must be {sign} {limits[next(iter(limits))]}; {got}", None
+            return f"must be {sign} {_written(limits[next(iter(limits))])}; {got}", None
     for start, wanted in _WANTED.items():
         if kind.startswith(start):
             return f"needs {wanted}; {got}", _example(wanted, detail)
@@ -59,6 +59,10 @@ _WANTED = {
     "tuple_": "a list",
     "list_": "a list",
 }
+
+
+def _written(limit: float) -> str:
+    return str(int(limit)) if float(limit).is_integer() else str(limit)
 
 
 def _shown(value: object) -> str:

@@ -19,7 +19,8 @@ from diloco_cli.merge.protocols import OuterOptimizer, OuterRound, Vectors, oute
 SHORTEST = 2.5
 """Rounds that momentum remembers at least: that of 0.6."""
 
-LearningRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LearningRate = Annotated[float, Field(gt=0, le=10)]
+Epsilon = Annotated[float, Field(gt=0, le=1)]
 AverageShare = Annotated[float, Field(ge=0, le=0.5)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -46,7 +47,7 @@ class Nesterov:
     momentum: Decay = 0.9
     """Share of the last steps' direction that is kept, after the warm-up."""
 
-    warmup: Annotated[int, Field(ge=0)] = 100
+    warmup: Annotated[int, Field(ge=0, le=1_000_000)] = 100
     """Rounds until momentum is whole; 0: from the first on."""
 
     ema: AverageShare | None = None
@@ -129,7 +130,7 @@ class Adam:
     beta2: Decay = 0.95
     """Share of the last rounds' squares that is kept."""
 
-    epsilon: LearningRate = 1e-5
+    epsilon: Epsilon = 1e-5
     """Added to the root of the squares."""
 
     ema: AverageShare | None = None

@@ -100,7 +100,7 @@ class Clipped(KeepsMembers):
     anyone. It does not help against a wrong direction of the usual length.
     """
 
-    most: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.5
+    most: Annotated[float, Field(gt=0)] = 1.5
     """Longest a member may be, in lengths of the round's median member."""
 
     def shares(self, lengths: Sequence[float]) -> list[float]:

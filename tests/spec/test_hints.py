@@ -43,6 +43,37 @@ def test_a_wrong_form_is_answered_with_the_right_one(section, value, key, hint):
     assert [(where, what) for where, _, what in problems(**{section: value})] == [(key, hint)]
 
 
+@pytest.mark.parametrize(
+    "schedule, hint",
+    [
+        ("{kind: wsd, warmup: 50}", "It is a share of the run, as in 0.01; the warm-up of other"),
+        ("{kind: cosine, warmup: 0.01}", "It counts steps of the run, as in 50; the warm-up of"),
+        ("{kind: constant, warmup: -1}", "It counts steps of the run, as in 50; the warm-up of"),
+    ],
+)
+def test_a_warm_up_in_the_wrong_unit_is_answered_with_the_right_one(schedule: str, hint: str):
+    ((key, _, said),) = problems(inner=f"{{schedule: {schedule}}}")
+    assert key == "inner.schedule.warmup" and (said or "").startswith(hint)
+
+
+@pytest.mark.parametrize(
+    "section, value, key, said",
+    [
+        ("outer", "{kind: nesterov, lr: 1e30}", "outer.lr", "must be at most 10; got 1e+30"),
+        ("outer", "{kind: sgd, lr: 11}", "outer.lr", "must be at most 10; got 11"),
+        ("outer", "{kind: nesterov, warmup: 1000000001}", "outer.warmup", "at most 1000000; got"),
+        ("outer", "{kind: adam, epsilon: 2.0}", "outer.epsilon", "must be at most 1; got 2.0"),
+        ("outer", "{kind: nesterov, ema: nan}", "outer.ema", "needs a finite number; got 'nan'"),
+        ("inner", "{optimizer: {kind: adamw, lr: 1e9}}", "inner.optimizer.lr", "at most 10; got"),
+        ("inner", "{optimizer: {kind: sgd, lr: inf}}", "inner.optimizer.lr", "a finite number"),
+        ("inner", "{optimizer: {kind: adamw, decay: inf}}", "inner.optimizer.decay", "finite"),
+    ],
+)
+def test_a_number_far_beyond_any_use_is_refused(section, value, key, said):
+    ((where, message, _),) = problems(**{section: value})
+    assert where == key and said in message
+
+
 def test_a_list_of_wrong_entries_is_not_also_called_empty():
     found = problems(regions="[paris, tokyo]")
     assert [key for key, *_ in found] == ["regions.0", "regions.1"]

@@ -179,7 +179,7 @@ class Int4(Nibbles):
 class Uniform(Nibbles):
     """Steps of a block's root mean square: 2.2 bits per parameter after compression, error 29 %."""
 
-    step: Annotated[float, Field(ge=0.25, le=4, allow_inf_nan=False)] = 1.0
+    step: Annotated[float, Field(ge=0.25, le=4)] = 1.0
     """Width of a step in root mean squares: 0.25 to 4. Wider is smaller and coarser."""
 
     block: Block = 1024

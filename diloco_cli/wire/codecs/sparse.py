@@ -32,7 +32,7 @@ FAR = 255
 class Sparse(InPlace):
     """The largest few of each block, sign and one of two sizes: 0.3 bits, error 86 %."""
 
-    density: Annotated[float, Field(ge=0.001, le=0.25, allow_inf_nan=False)] = 0.03
+    density: Annotated[float, Field(ge=0.001, le=0.25)] = 0.03
     """Share of the values that travel: 0.001 to 0.25."""
 
     block: Block = 4096

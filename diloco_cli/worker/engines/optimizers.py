@@ -10,14 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_che
 
 from pydantic import Field
 
-from diloco_cli.registry import Registry
+from diloco_cli.registry import Advised, Registry
 
 if TYPE_CHECKING:
     import optax
 
 Positive = Annotated[float, Field(gt=0)]
+LearningRate = Annotated[float, Field(gt=0, le=10)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=0)]
+WarmupSteps = Annotated[
+    int,
+    Field(ge=0),
+    Advised("It counts steps of the run, as in 50; the warm-up of `wsd` alone is a share of it."),
+]
+WarmupShare = Annotated[
+    float,
+    Field(ge=0, le=0.25),
+    Advised("It is a share of the run, as in 0.01; the warm-up of other schedules counts steps."),
+]
 ADAM_LENGTH = 0.2
 """Root mean square of an Adam step, in learning rates: that of Muon's is made the same."""
 
@@ -66,7 +76,7 @@ schedules: Registry[Schedule] = Registry("schedule")
 class AdamW:
     """Adam with decoupled weight decay; norms do not decay."""
 
-    lr: Positive = 3.0e-3
+    lr: LearningRate = 3.0e-3
     """Learning rate at its highest."""
 
     beta1: Share = 0.9
@@ -97,7 +107,7 @@ class Muon:
     Every update has the length of an Adam step, so rates that suit `adamw` are about right.
     """
 
-    lr: Positive = 3.0e-3
+    lr: LearningRate = 3.0e-3
     """Learning rate at its highest, of both."""
 
     beta: Share = 0.95
@@ -150,7 +160,7 @@ class Muon:
 class SGD:
     """Gradient descent with momentum; mostly for comparisons."""
 
-    lr: Positive = 0.1
+    lr: LearningRate = 0.1
     """Learning rate at its highest."""
 
     momentum: Share = 0.9
@@ -170,7 +180,7 @@ class SGD:
 class Cosine:
     """Up in a straight line, then down along half a cosine to `floor`, and stays there."""
 
-    warmup: Count = 50
+    warmup: WarmupSteps = 50
     """Steps of the run to the highest rate; at most a quarter of the run."""
 
     floor: Annotated[float, Field(ge=0, le=1)] = 0.05
@@ -195,7 +205,7 @@ class WarmupStableDecay:
     The same run can be made longer at any moment before it goes down, at no loss.
     """
 
-    warmup: Annotated[float, Field(ge=0, le=0.25)] = 0.01
+    warmup: WarmupShare = 0.01
     """Share of the run up to the highest rate."""
 
     decay: Annotated[float, Field(ge=0, le=0.75)] = 0.2
@@ -233,7 +243,7 @@ class WarmupStableDecay:
 class Constant:
     """Up in a straight line, then always the same."""
 
-    warmup: Count = 0
+    warmup: WarmupSteps = 0
     """Steps of the run to the full rate; at most a quarter of the run."""
 
     def rise(self, horizon: int) -> int:
