@@ -13,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from diloco_cli.spec.describe import KindDescription
     from diloco_cli.spec.load import Loaded
+    from diloco_cli.spec.rules import SpecFault
     from diloco_cli.spec.schema import RunSpec
 
 MOST_LISTED = 5
@@ -53,13 +54,14 @@ def init(
         str, typer.Option(metavar="NAME", help="The pipeline to start from.")
     ] = "quickstart",
     regions: Annotated[
-        str, typer.Option(metavar="A,B,C", help="Names of the regions, instead of the template's.")
-    ] = "",
+        str | None,
+        typer.Option(metavar="A,B,C", help="Names of the regions, instead of the template's."),
+    ] = None,
 ) -> None:
     """Write a run.yaml and a start script for each host."""
     from diloco_cli.run import scaffold
 
-    names = [name.strip() for name in regions.split(",")] if regions.strip() else []
+    names = [] if regions is None else [name.strip() for name in regions.split(",")]
     drafts = scaffold.compose(folder, template, names)
     written = scaffold.write(drafts)
     for path in written:
@@ -83,7 +85,11 @@ def init(
 def validate(
     spec_file: SpecFile, overrides: Overrides = None, format: OutputFormat = Format.text
 ) -> None:
-    """Check a run spec; every problem at once."""
+    """Check a run spec; every problem at once.
+
+    Text that is not on this host is a warning, as it may be on the hosts of its regions; where it
+    is missing there too, they refuse to start.
+    """
     from diloco_cli.assemble import load_run, spelled_out
     from diloco_cli.errors import SpecError
     from diloco_cli.run.folder import SpecPlace
@@ -98,19 +104,21 @@ def validate(
         problems = error.as_data() if isinstance(error, SpecErrors) else [_whole(spec_file, error)]
         _print_json({"ok": False, "problems": problems, "warnings": [], "spec": None})
         raise typer.Exit(error.exit_code) from None
+    heldout, missing = _heldout(loaded.spec)
+    warnings = [*loaded.warnings, *map(loaded.problem, missing)]
     if format is Format.json:
         document = {
             "ok": True,
             "problems": [],
-            "warnings": [asdict(warning) for warning in loaded.warnings],
+            "warnings": [asdict(warning) for warning in warnings],
             "spec": resolved(spelled_out(loaded.spec)),
-            "heldout": _heldout(loaded.spec),
+            "heldout": heldout,
         }
         _print_json(document)
     else:
-        for warning in loaded.warnings:
+        for warning in warnings:
             typer.echo(f"warning: {warning}\nhint: {warning.hint}", err=True)
-        _describe(loaded)
+        _describe(loaded, heldout)
 
 
 def _whole(file: Path, error: Any) -> dict[str, object]:
@@ -119,7 +127,7 @@ def _whole(file: Path, error: Any) -> dict[str, object]:
     return {**place, "message": error.message, "hint": error.hint}
 
 
-def _describe(loaded: Loaded) -> None:
+def _describe(loaded: Loaded, heldout: list[dict[str, Any]]) -> None:
     from diloco_cli.assemble import resolve
 
     spec, layout = loaded.spec, resolve(loaded.spec).layout
@@ -132,7 +140,7 @@ def _describe(loaded: Loaded) -> None:
         f"  exchange  each fragment every {sync.every} inner steps, {spec.wire.up['kind']} up"
     )
     typer.echo(f"  budget    {spec.budget.tokens:,} tokens of all regions together")
-    for text in _heldout(spec):
+    for text in heldout:
         whose = (
             "" if len(text["regions"]) == len(spec.regions) else f"{', '.join(text['regions'])}: "
         )
@@ -143,11 +151,13 @@ def _describe(loaded: Loaded) -> None:
             typer.echo(f"            and {more} more; --format json lists all")
 
 
-def _heldout(spec: RunSpec) -> list[dict[str, Any]]:
-    """Says of every different `data` which of the files found here are held out."""
+def _heldout(spec: RunSpec) -> tuple[list[dict[str, Any]], list[SpecFault]]:
+    """Says of every different `data` which of the files found here are held out, and which `data`
+    is not here."""
     from diloco_cli.data import NamesHeldout, datasets
     from diloco_cli.data.first_bytes import NotText
     from diloco_cli.errors import SpecError
+    from diloco_cli.spec.rules import SpecFault
 
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for region in spec.regions:
@@ -158,6 +168,7 @@ def _heldout(spec: RunSpec) -> list[dict[str, Any]]:
         else:
             same.append(region.name)
     found: list[dict[str, Any]] = []
+    missing: list[SpecFault] = []
     for data, names in groups:
         dataset = datasets.build(data)
         if not isinstance(dataset, NamesHeldout):
@@ -169,7 +180,18 @@ def _heldout(spec: RunSpec) -> list[dict[str, Any]]:
             raise
         except SpecError as error:  # The files may lie on the region's host only.
             found.append({"regions": names, "text": f"not known here: {error.message}"})
-    return found
+            number = [region.name for region in spec.regions].index(names[0])
+            own = spec.regions[number].data is not None
+            message = f"is not on this host, and {', '.join(names)} will not start without it: "
+            missing.append(
+                SpecFault(
+                    ("regions", number, "data") if own else ("data",),
+                    message + error.message.removesuffix("."),
+                    "Put it on the host of each region, at this path seen from the spec; then "
+                    "`diloco doctor SPEC --region NAME` there says whether it does.",
+                )
+            )
+    return found, missing
 
 
 def explain(

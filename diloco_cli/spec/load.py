@@ -94,7 +94,11 @@ class Loaded:
     @property
     def warnings(self) -> list[Problem]:
         """What the run can work with, but hardly is meant."""
-        return [_problem(self.document, fault) for fault in doubts(self.spec)]
+        return [self.problem(fault) for fault in doubts(self.spec)]
+
+    def problem(self, fault: SpecFault) -> Problem:
+        """A fault, and where in the spec it is."""
+        return _problem(self.document, fault)
 
 
 def load_spec(

@@ -47,6 +47,18 @@ def test_validate_lists_what_is_held_out_and_the_share_of_each_file(tmp_path: Pa
     assert [file["share"] for file in text["files"]] == [0.8, 0.2]
 
 
+def test_text_that_is_not_here_is_a_warning_that_says_who_needs_it(capsys):
+    own = "regions.1.data={kind: text, files: [nosuch.txt]}"
+    assert diloco("validate", QUICKSTART, "--set", own) == 0
+    printed = capsys.readouterr()
+    assert "warning: --set regions.1.data=" in printed.err and "hint: " in printed.err
+    assert "is not on this host, and right will not start without it" in printed.err
+    everybody = "data={kind: text, files: [nosuch.txt]}"
+    assert diloco("validate", QUICKSTART, "--set", everybody, "--format", "json") == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert warning["key"] == "data" and "left, right will not start" in warning["message"]
+
+
 def test_validate_names_every_problem_on_stderr(capsys):
     assert diloco("validate", QUICKSTART, "--set", "sync.quorum=9", "--set", "merge.kind=x") == 2
     printed = capsys.readouterr()
@@ -177,6 +189,8 @@ def test_init_leaves_an_own_gitignore_alone(tmp_path: Path, capsys):
         (["--regions", "paris,server"], "cannot be called 'server'"),
         (["--regions", "paris,To kyo"], "'To kyo' cannot be the name of a region"),
         (["--regions", "paris,paris"], "as regions.0.name already is"),
+        (["--regions", ""], "'' cannot be the name of a region"),
+        (["--regions", "paris,"], "'' cannot be the name of a region"),
         (["--template", "four-regions", "--regions", "paris"], "quorum: is 2 but regions lists 1"),
     ],
 )
