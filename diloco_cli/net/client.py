@@ -40,6 +40,7 @@ from diloco_cli.net.transfer.bodies import Transfer
 from diloco_cli.observe.status import Status
 from diloco_cli.system.files import sync_file, sync_folder
 from diloco_cli.wire import messages
+from diloco_cli.wire.error_bodies import parse_error
 from diloco_cli.wire.frame import Frame, most_bytes, open_frame, read_chain
 from diloco_cli.wire.messages import (
     EPOCH_HEADER,
@@ -61,7 +62,6 @@ from diloco_cli.wire.messages import (
     Stopping,
     TextOrder,
     parse,
-    parse_error,
 )
 
 __all__ = ["Client", "Dismissed", "FencedError", "Gone", "Held", "OlderCopy"]

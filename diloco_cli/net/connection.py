@@ -26,7 +26,7 @@ from diloco_cli.net.credentials import handshake_error
 from diloco_cli.net.options import Backend, Options, Retry
 from diloco_cli.net.refusal import MOST_REFUSAL_BYTES, read, refusal
 from diloco_cli.net.transfer.throttle import Throttle
-from diloco_cli.wire.messages import parse_error
+from diloco_cli.wire.error_bodies import parse_error
 
 T = TypeVar("T")
 

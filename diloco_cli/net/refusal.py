@@ -17,7 +17,11 @@ import httpx
 
 from diloco_cli.errors import DilocoError, LinkError, SpecError, StoreError, WireError
 from diloco_cli.net.backends import PIECES
-from diloco_cli.wire.messages import WIRE_HEADER, WIRE_VERSION, parse_error
+from diloco_cli.wire.error_bodies import parse_error
+from diloco_cli.wire.messages import (
+    WIRE_HEADER,
+    WIRE_VERSION,
+)
 
 MOST_REFUSAL_BYTES = 1 << 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco_cli.wire.messages import error_body
+from diloco_cli.wire.error_bodies import error_body
 
 STATUS = {
     "bad-request": 400,

@@ -508,30 +508,6 @@ class Having(Message):
     """The frame needs no more bytes: its fate is on record."""
 
 
-def error_body(
-    code: str, message: str, hint: str | None = None, **beside: object
-) -> dict[str, object]:
-    """Builds the body of an error; `beside` are the keys next to `error`."""
-    return {"error": {"code": code, "message": message, "hint": hint}, **beside}
-
-
-class Refusal(BaseModel):
-    """The inside of an error body."""
-
-    code: str
-    message: str
-    hint: str | None = None
-
-
-def parse_error(data: bytes) -> tuple[Refusal, JsonObject] | None:
-    """Reads (error, keys beside it), or None when these bytes are not an error of ours."""
-    try:
-        document = json.loads(data)
-        return Refusal.model_validate(document.pop("error")), document
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        return None
-
-
 # Routes. Servers match the patterns; clients build the paths.
 
 RUN = "/v1/run"

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diloco_cli.wire.messages import error_body
+from diloco_cli.wire.error_bodies import error_body
 from tests import ROOT
 
 

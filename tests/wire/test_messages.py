@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from diloco_cli.errors import WireError
 from diloco_cli.wire import messages
+from diloco_cli.wire.error_bodies import error_body, parse_error
 from diloco_cli.wire.messages import (
     Decided,
     Heartbeat,
@@ -17,9 +18,7 @@ from diloco_cli.wire.messages import (
     Latest,
     News,
     Run,
-    error_body,
     parse,
-    parse_error,
     parse_heartbeat,
 )
 

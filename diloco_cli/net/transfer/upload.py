@@ -27,8 +27,14 @@ from diloco_cli.net.connection import RETRYABLE, Connection, Damaged, RetryLater
 from diloco_cli.net.refusal import MOST_REFUSAL_BYTES, read, refusal
 from diloco_cli.net.transfer.throughput import Throughput
 from diloco_cli.wire import messages
+from diloco_cli.wire.error_bodies import parse_error
 from diloco_cli.wire.frame import DIGEST_BYTES
-from diloco_cli.wire.messages import PARTS_HEADER, Answer, Having, parse, parse_error
+from diloco_cli.wire.messages import (
+    PARTS_HEADER,
+    Answer,
+    Having,
+    parse,
+)
 
 Range = tuple[int, int]
 

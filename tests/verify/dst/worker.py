@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco_cli.server.settings import ServerSettings
 from diloco_cli.wire import messages
+from diloco_cli.wire.error_bodies import parse_error
 from diloco_cli.wire.frame import open_frame, read_chain
 from diloco_cli.wire.messages import (
     EPOCH_HEADER,
@@ -28,7 +29,6 @@ from diloco_cli.wire.messages import (
     Run,
     check_value,
     parse,
-    parse_error,
 )
 from diloco_cli.worker.agent.published_weights import add_up, unpack
 from tests.verify.dst.audit import Audit, Violation

@@ -22,9 +22,14 @@ from diloco_cli.errors import WireError
 from diloco_cli.net.transfer.upload import missing
 from diloco_cli.server.intake.partial_files import PartialFileEntry
 from diloco_cli.wire import messages
+from diloco_cli.wire.error_bodies import parse_error
 from diloco_cli.wire.frame import Frame, open_frame, read_chain
 from diloco_cli.wire.header import read_header, write_header
-from diloco_cli.wire.messages import Having, parse, parse_error, parse_heartbeat
+from diloco_cli.wire.messages import (
+    Having,
+    parse,
+    parse_heartbeat,
+)
 from tests.verify.fuzz.seeds import CODECS, body_bytes, fields_of
 from tests.wire.forged_frames import put_together, squeezed
 

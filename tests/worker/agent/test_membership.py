@@ -11,8 +11,12 @@ import pytest
 from diloco_cli.errors import LinkError
 from diloco_cli.net.client import Dismissed
 from diloco_cli.net.refusal import refusal
+from diloco_cli.wire.error_bodies import error_body
 from diloco_cli.wire.frame import Header, pack
-from diloco_cli.wire.messages import Answer, TrainerProgress, error_body
+from diloco_cli.wire.messages import (
+    Answer,
+    TrainerProgress,
+)
 from diloco_cli.worker.mailbox import Mailbox
 from tests.worker.fake_server import LAYOUT, RUN, SIZE
 
