@@ -97,6 +97,9 @@ KINDS: Mapping[str, EventKind] = {
     "quarantined": EventKind(
         "a region's work is kept out until it is sound again", ("region", "why")
     ),
+    "diverging": EventKind(
+        "a region gave its work up again and again, because it was not finite", ("region", "why")
+    ),
     "paced": EventKind("a region's pace was learnt", ("region", "steps_per_second")),
     "foreign": EventKind(
         "a contribution came from an older copy of its region",

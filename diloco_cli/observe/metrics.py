@@ -16,13 +16,25 @@ from diloco_cli.observe.status import (
     HostStatus,
     LossStatus,
     RegionStatus,
+    RunTokens,
     Status,
     TextStatus,
 )
-from diloco_cli.observe.units import amount, bytes_, loss, percent
+from diloco_cli.observe.units import amount, bytes_, loss, percent, seconds
 
 SLOW_HOST = 1.3
 """Times the usual time from which on a host of a region is called slow."""
+EXPLODED = 10.0
+"""Times the loss of the first weights that no training reaches by chance."""
+UNSTABLE = "look at the data, or lower inner.optimizer.lr or outer.lr with `diloco amend`"
+SPOILED = (
+    "the published weights are spoiled: begin anew from sound ones, with a lower outer.lr or "
+    "inner.optimizer.lr"
+)
+MUCH_THROWN = 0.1
+"""Share of the tokens trained from which on those thrown away are said in a short line."""
+MOST_NAMES = 3
+"""Regions that one alarm names."""
 
 
 def bits_per_parameter(bytes_moved: float, parameters_moved: float) -> float | None:
@@ -155,6 +167,19 @@ def slow_line(
     return f"slow line: {'; '.join(slow)}" if slow else ""
 
 
+def is_exploded(loss: float | None, first: float | None) -> bool:
+    """Says whether a loss is worse by far than that of weights that know nothing."""
+    return loss is not None and first is not None and 0 < EXPLODED * first < loss
+
+
+def thrown_away(tokens: RunTokens) -> str:
+    """Says how much work was refused or discarded, where that is a sizeable share."""
+    thrown = tokens.refused + tokens.discarded - tokens.given_up  # Who retired may return.
+    if tokens.trained <= 0 or thrown < MUCH_THROWN * tokens.trained:
+        return ""
+    return f"{amount(thrown)} tokens thrown away ({percent(thrown / tokens.trained)} of all)"
+
+
 def seconds_left(points: Sequence[tuple[float, float]], budget: float) -> float | None:
     """Estimates the time to the budget from (time, applied tokens); None if there is no telling."""
     if len(points) < 2:
@@ -223,11 +248,51 @@ def warnings(status: Status) -> list[str]:
     trouble = [status.trouble] * bool(status.trouble)
     return (
         trouble
+        + _divergence(status)
         + _loneliness(status)
         + _overclaims(status)
         + _other_texts(status)
         + _slow_hosts(status)
     )
+
+
+def _divergence(status: Status) -> list[str]:
+    """Regions that train for nothing, and weights that nothing is left of."""
+    if status.ended:
+        return []
+    alive = [region for region in status.regions if region.alive]
+    throwing = [(region.name, found) for region in alive if (found := region.divergence)]
+    alarms = []
+    if throwing:
+        names = [name for name, _ in throwing]
+        worst = max((found for _, found in throwing), key=lambda found: found.times)
+        spoiled = len(throwing) == len(alive) and all(found.published for _, found in throwing)
+        alarms.append(
+            f"all work of {_named(names)} is thrown away, {worst.times} times in a row since "
+            f"step {amount(worst.step)} ({seconds(worst.seconds)} ago), "
+            f"{amount(sum(found.tokens for _, found in throwing))} tokens so far: {worst.why}; "
+            + (SPOILED if spoiled else UNSTABLE)
+        )
+    first, heldout = status.loss.first, status.loss.heldout
+    exploded = [region for region in alive if region.exploded and not region.divergence]
+    if exploded:
+        names, largest = [region.name for region in exploded], max(r.loss or 0.0 for r in exploded)
+        alarms.append(
+            f"the training loss of {_named(names)} has exploded: {largest:.3g}, that of the first "
+            f"weights was {loss(first)}; {UNSTABLE}"
+        )
+    if is_exploded(heldout, first):
+        at = amount(status.loss.heldout_at)
+        alarms.append(
+            f"the held-out loss has exploded: {heldout:.3g} at outer step {at}, that of the first "
+            f"weights was {loss(first)}; {SPOILED}"
+        )
+    return alarms
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _slow_hosts(status: Status) -> list[str]:

@@ -152,6 +152,21 @@ class HostStatus(StatusDocument):
     """What an inner step would take if every host were like this one."""
 
 
+class DivergenceStatus(StatusDocument):
+    """Work that a region threw away as unfit, again and again, since work of it was merged."""
+
+    times: int
+    """In a row."""
+    tokens: float
+    step: int
+    """Its step when that began."""
+    seconds: float
+    """Since then."""
+    published: bool
+    """Not one step was sound from the published weights on."""
+    why: str
+
+
 class RegionStatus(StatusDocument):
     """One region; alive, training and contributing are three different things."""
 
@@ -213,6 +228,10 @@ class RegionStatus(StatusDocument):
 
     silent_seconds: float | None = None
     """Since its last heartbeat."""
+    divergence: DivergenceStatus | None = None
+    """What it throws away, if it does so again and again."""
+    exploded: bool = False
+    """Its training loss is many times that of the first weights."""
 
     failed: str = ""
     """Why its worker is not started again; only `diloco run` knows."""
@@ -231,6 +250,8 @@ class RegionStatus(StatusDocument):
             return "away"
         if not self.training:
             return "idle" if self.step else "starting"
+        if self.divergence or self.exploded:
+            return "diverging"
         return "contributing" if self.contributing else "training"
 
 
@@ -283,6 +304,8 @@ class Status(StatusDocument):
     """What members read, each text once."""
     start: StartStatus | None = None
     rebuilt: RebuiltStatus | None = None
+    hopeless: str = ""
+    """Why it stopped by itself: every region threw its work away."""
     reachable: bool = True
     """False in a copy that is shown while the server does not answer."""
 
@@ -336,6 +359,8 @@ class Summary(StatusDocument):
     layout_digest: str = ""
     start: StartStatus | None = None
     rebuilt: RebuiltStatus | None = None
+    hopeless: str = ""
+    """Why it stopped by itself: every region threw its work away."""
 
     @property
     def ended(self) -> bool:

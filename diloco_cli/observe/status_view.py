@@ -19,7 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_cli.observe.history import Curves
-from diloco_cli.observe.metrics import average_in_words, per_device, standing_in_words, warnings
+from diloco_cli.observe.metrics import (
+    average_in_words,
+    per_device,
+    standing_in_words,
+    thrown_away,
+    warnings,
+)
 from diloco_cli.observe.seen_run import SeenRun
 from diloco_cli.observe.status import (
     Goodputs,
@@ -54,6 +60,7 @@ _COLOURS = {
     "training": "yellow",
     "starting": "cyan",
     "idle": "yellow",
+    "diverging": "red",
     "away": "red",
     "failed": "red",
     "left": "yellow",
@@ -118,6 +125,7 @@ def plain_line(status: Status, *, left: float | None = None) -> str:
         *([f"{seconds(left)} left"] if left is not None else ()),
         f"held-out {loss(status.loss.heldout)}",
         f"{len(well)} of {len(regions)} regions contribute, {amount(_speed(status))} tok/s",
+        *([thrown] if (thrown := thrown_away(tokens)) else ()),
         *(_region_words(region, status) for region in others[:MOST_NAMED]),
         *([f"and {len(others) - MOST_NAMED} more"] if len(others) > MOST_NAMED else ()),
         *([words] if (words := standing_in_words(status)) else ()),

@@ -232,6 +232,7 @@ class LocalRun:
                     self._server.retire()  # It goes by itself when everybody has heard.
             self._server_must_go_on()
             if self._all_over(fresh):
+                self._refuse_hopeless()
                 return 0
             if why := self._reason_to_stop(fresh):
                 self._why = why
@@ -257,6 +258,17 @@ class LocalRun:
             return False
         self._quorum_is_lost(left, possible)
         return False
+
+    def _refuse_hopeless(self) -> None:
+        """Raises where the run ended because everybody worked for nothing."""
+        newest = self._newest()
+        if newest and newest.hopeless:
+            raise RunFailed(
+                f"The run was stopped: {newest.hopeless}",
+                hint="Lower inner.optimizer.lr or outer.lr: in this run, if its weights are sound "
+                "(`diloco serve`, `diloco amend`, `diloco stop`, the same command again), or anew "
+                "with --fresh.",
+            )
 
     def _quorum_is_lost(self, left: Sequence[Supervisor], possible: int) -> None:
         failed = [keeper for keeper in left if keeper.state == "gone"]
@@ -291,8 +303,11 @@ class LocalRun:
 
     def _state(self) -> str:
         """Says the run's state from the newest source: the server, or what it wrote last."""
-        newest = (last_summary(self.plan.folder) if self._server.over else None) or self.status
+        newest = self._newest()
         return newest.state if newest else ""
+
+    def _newest(self) -> Summary | Status | None:
+        return (last_summary(self.plan.folder) if self._server.over else None) or self.status
 
     def _tend(self) -> Iterator[Change]:
         for keeper in (self._server, *self._workers.values(), *self._followers):

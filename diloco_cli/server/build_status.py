@@ -13,11 +13,13 @@ from diloco_cli.observe.metrics import (
     blocked_share,
     goodput,
     goodputs,
+    is_exploded,
     overshoot,
     slow_line,
     staleness,
 )
 from diloco_cli.observe.status import (
+    DivergenceStatus,
     FragmentStatus,
     FragmentSummary,
     FragmentTokens,
@@ -35,6 +37,7 @@ from diloco_cli.observe.status import (
     WireUse,
 )
 from diloco_cli.server.rounds.coordinator import Coordinator
+from diloco_cli.server.rounds.divergence import divergence_of
 from diloco_cli.server.rounds.leases import Lease
 from diloco_cli.server.rounds.membership import in_words
 from diloco_cli.wire.messages import Amendment, Heartbeat
@@ -87,6 +90,7 @@ def build_status(coordinator: Coordinator, url: str) -> Status:
         parameters=sum(state.settings.sizes),
         quorum=state.sync.quorum,
         texts=_texts(ledger),
+        hopeless=state.hopeless,
         **_origin(coordinator),
     )
 
@@ -148,6 +152,7 @@ def build_summary(coordinator: Coordinator) -> Summary:
         },
         spec_digest=state.settings.spec_digest,
         layout_digest=state.settings.layout.digest,
+        hopeless=state.hopeless,
         **_origin(coordinator),
     )
 
@@ -304,16 +309,18 @@ def _region(coordinator: Coordinator, name: str, allowance: Allowance) -> Region
     pace = ledger.paces.get(name)
     merged_at = totals.merged_at.get(name)
     since = None if merged_at is None else round(max(0.0, state.wall() - merged_at), 1)
-    behind = blocked = None
+    behind = blocked = divergence = None
     if heartbeat:
         published = [slot.version for slot in ledger.slots]
         behind = staleness(published, [fragment.version for fragment in heartbeat.fragments])
         blocked = blocked_share(heartbeat.blocked, heartbeat.worked)
+        if found := divergence_of(state, name):
+            divergence = DivergenceStatus(**found.model_dump())
     return RegionStatus(
         name=name,
         alive=alive,
         training=bool(alive and heartbeat and heartbeat.training),
-        contributing=alive and _contributing(coordinator, name),
+        contributing=alive and not divergence and _contributing(coordinator, name),
         left=bool(heartbeat and heartbeat.stopping and not ledger.finished),
         done=_done(coordinator, name),
         step=heartbeat.step if heartbeat else None,
@@ -346,7 +353,18 @@ def _region(coordinator: Coordinator, name: str, allowance: Allowance) -> Region
         link_up=heartbeat.link_up if heartbeat and alive else None,
         link_down=heartbeat.link_down if heartbeat and alive else None,
         silent_seconds=round(max(0.0, state.clock() - lease.seen), 1) if lease else None,
+        divergence=divergence,
+        exploded=alive and _exploded(coordinator, name, heartbeat),
     )
+
+
+def _exploded(coordinator: Coordinator, name: str, heartbeat: Heartbeat | None) -> bool:
+    """Held against the loss of the first weights; another program may mean another loss by it."""
+    state = coordinator.state
+    ours = state.spec.region(name).trainer is None
+    first = next((float(each.loss) for each in state.ledger.evaluations), None)
+    trains = bool(heartbeat and heartbeat.training)  # Otherwise it is an earlier trainer's loss.
+    return bool(trains and heartbeat and ours and is_exploded(heartbeat.loss, first))
 
 
 def _hosts(heartbeat: Heartbeat) -> tuple[HostStatus, ...]:
@@ -411,6 +429,8 @@ def _region_why(coordinator: Coordinator, name: str, lease: Lease | None) -> str
     told = "" if heartbeat.why == TRAINING else heartbeat.why
     if told and not heartbeat.training:
         return told
+    if found := divergence_of(state, name):
+        return found.in_words()
     owed = [str(f) for f in state.ledger.calls() if name not in state.ledger.slots[f].waiting]
     asked = f"asked for fragment {', '.join(owed)}" if owed else ""
     slow = _slow_line(coordinator, heartbeat)

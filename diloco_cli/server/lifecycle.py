@@ -2,10 +2,11 @@
 
     open the folder ─▶ replay ─▶ listen ─▶ address.json ─▶ … ─▶ drain ─▶ summary.json ─▶ gone
 
-It ends by itself when the run is finished and everybody has heard so, and on SIGTERM,
-SIGINT, `POST /v1/stop` or, started with a parent, when the parent is gone: regions are
-told, rounds that are closing get published, what is recorded is flushed. A second signal
-ends it at once; nothing acknowledged is lost either way.
+It ends by itself when the run is finished and everybody has heard so, with exit code 1 when every
+region throws its work away again and again (rounds/divergence.py), and on SIGTERM, SIGINT,
+`POST /v1/stop` or, started with a parent, when the parent is gone: regions are told, rounds that
+are closing get published, what is recorded is flushed. A second signal ends it at once; nothing
+acknowledged is lost either way.
 """
 
 from __future__ import annotations
@@ -175,7 +176,9 @@ async def _serve(
         recorder.sample(coordinator)
         recording.cancel()  # It must not begin another write beside the last one.
         await recorder.keep()
-        return await _shut_down(coordinator, app, folder)
+        await _shut_down(coordinator, app, folder)
+        # `diloco run` reads it in the summary; what ends with 1 it would start again.
+        return 1 if coordinator.state.hopeless and not with_parent else 0
     finally:
         for task in filter(None, (recording, watching)):
             task.cancel()
@@ -207,7 +210,7 @@ async def _until_done(coordinator: Coordinator, listener: TlsListener) -> None:
         coordinator.state.fail(RunFailed("The listener ended by itself."))
 
 
-async def _shut_down(coordinator: Coordinator, app: Guarded, folder: Path) -> int:
+async def _shut_down(coordinator: Coordinator, app: Guarded, folder: Path) -> None:
     """Brings everything to rest and writes the summary."""
     state = coordinator.state
     if state.failure is None:
@@ -226,7 +229,6 @@ async def _shut_down(coordinator: Coordinator, app: Guarded, folder: Path) -> in
         with disk_errors(path):
             keep_bytes(path, text.encode() + b"\n")
     log.info(f"{state.spec.name}: {state.phase} ({state.ledger.finished or state.stopping})")
-    return 0
 
 
 def _is_summed_up(folder: Path) -> bool:

@@ -362,6 +362,28 @@ class TextSample(Request):
     text: Text
 
 
+class Divergence(Request):
+    """Work that a trainer gave up as unfit, again and again, since work of it was merged."""
+
+    times: Count
+    """In a row."""
+    tokens: Amount
+    step: Count
+    """Its step when that began."""
+    seconds: Seconds
+    """Since then."""
+    published: Flag
+    """Before the last time not one step was sound: it began with the published weights."""
+    why: Text
+
+    def in_words(self) -> str:
+        """What is to be said of a region that this is about."""
+        return (
+            f"its work is thrown away, {self.times} times in a row since step {self.step} "
+            f"({self.tokens:,.0f} tokens): {self.why}"
+        )
+
+
 def _known(loss: Any) -> Any:
     return None if isinstance(loss, float) and not math.isfinite(loss) else loss
 
@@ -407,6 +429,7 @@ class TrainerProgress(Request):
     """Of the run's average of its published weights, as of these versions."""
     sample: TextSample | None = None
     reading: TextCursor | None = None
+    divergence: Divergence | None = None
 
     @classmethod
     def none(cls, fragments: int) -> TrainerProgress:

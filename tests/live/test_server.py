@@ -486,3 +486,24 @@ def on_record(records: list[Entry]) -> list[str]:
     """Digests of the newest versions as the journal has them: not every version is a file."""
     newest = {r["fragment"]: r["state"] for r in records if r["kind"] == "published"}
     return [digest for _, digest in sorted(newest.items())]
+
+
+@pytest.mark.parametrize("with_parent", [False, True])
+def test_a_run_that_nothing_comes_of_ends_with_1_and_says_why(tmp_path, with_parent):
+    """Under `diloco run` with 0: it reads why in the summary, and restarts what ends with 1."""
+    settings = make_settings(make_spec())
+    divergence = {"times": 20, "tokens": 9.0, "step": 1, "seconds": 1.0, "published": False}
+    said: dict[str, Any] = {"divergence": {**divergence, "why": "the loss was not finite"}}
+    with process(tmp_path, with_parent=with_parent) as running, Client(running.url()) as server:
+        regions = {name: Region(name, settings, server.run().run) for name in NAMES}
+        join_all(server, regions)
+        for region in regions.values():
+            server.heartbeat(region.name, region.beat(**said))
+        while not server.heartbeat("iowa", regions["iowa"].beat(**said)).stop:
+            time.sleep(0.01)
+        for region in regions.values():
+            server.heartbeat(region.name, region.beat(stopping=True))
+        assert running.end() == (0 if with_parent else 1)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["state"] == "stopped" and "is thrown away" in summary["hopeless"]
+    assert summary["hopeless"] in running.said

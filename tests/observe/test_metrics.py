@@ -15,6 +15,7 @@ from diloco_cli.observe.metrics import (
     recoveries,
     seconds_left,
     staleness,
+    thrown_away,
     warnings,
 )
 from diloco_cli.observe.prometheus import METRICS, prometheus_text
@@ -196,3 +197,54 @@ def test_figures_that_no_machine_has_break_nothing():
     assert goodputs([slow], elapsed=1.0, contributions=1, chances=1).tokens == 1.0
     long = Effort(worked=1e308, trained=1e-9, useful=1e9, applied=1.0, pace=1.0)
     assert goodputs([long], elapsed=1.0, contributions=1, chances=1).time is None
+
+
+# Work that is thrown away
+
+
+def diverging(name, **changes):
+    said = {"times": 7, "tokens": 448.0, "step": 96, "seconds": 63.0, "published": False}
+    divergence = {**said, "why": "the loss was not finite 5 times in a row", **changes}
+    return {"name": name, "alive": True, "training": True, "step": 99, "divergence": divergence}
+
+
+def test_one_alarm_names_all_whose_work_is_thrown_away():
+    regions = [diverging(name) for name in ("a", "b", "c", "d", "e")]
+    alarm = warnings(make_status(state="training", regions=regions))[0]
+    assert alarm == (
+        "all work of a, b, c and 2 more is thrown away, 7 times in a row since step 96 "
+        "(1 min 3 s ago), 2240 tokens so far: the loss was not finite 5 times in a row; "
+        "look at the data, or lower inner.optimizer.lr or outer.lr with `diloco amend`"
+    )
+
+
+def test_weights_that_nobody_can_train_on_are_spoiled_and_those_of_a_single_region_are_not():
+    spoiled, sound = diverging("a", published=True), {**diverging("b"), "divergence": None}
+    for regions, words in (
+        ([spoiled], "the published weights are spoiled"),
+        ([spoiled, sound], "look at the data"),
+    ):
+        assert words in warnings(make_status(state="training", regions=regions))[0]
+
+
+def test_a_run_that_is_over_warns_of_nothing_that_was_thrown_away():
+    assert warnings(make_status(state="stopped", regions=[diverging("a")])) == []
+
+
+def test_a_heldout_loss_far_above_the_first_one_is_an_alarm():
+    for heldout, first, warned in ((57.1, 5.7, True), (56.9, 5.7, False), (1e9, -2.0, False)):
+        losses = {"heldout": heldout, "heldout_at": 4, "first": first, "first_at": 0}
+        found = warnings(make_status(state="training", loss=losses))
+        assert [alarm for alarm in found if "held-out loss has exploded" in alarm] == found
+        assert bool(found) is warned
+
+
+def test_much_work_that_was_thrown_away_is_said_and_a_little_is_not():
+    def said(**tokens):
+        return thrown_away(make_status(tokens=tokens).tokens)
+
+    assert said(trained=1000.0, refused=99.0) == said(refused=9.0) == ""
+    assert said(trained=1000.0, discarded=500.0, given_up=500.0) == ""
+    assert said(trained=1000.0, refused=60.0, discarded=40.0) == (
+        "100 tokens thrown away (10% of all)"
+    )

@@ -222,3 +222,21 @@ def test_a_folder_without_history_begins_now(tmp_path):
     seen = SeenRun(tmp_path)
     seen.look(status_of(["left"], 5.0))
     assert seen.rounds == [] and len(seen.history.evaluations) == 1
+
+
+def test_a_region_that_diverges_is_no_region_that_contributes():
+    divergence = {"times": 7, "tokens": 448.0, "step": 9, "seconds": 3.0, "published": False}
+    bad = region("b", contributing=False, divergence={**divergence, "why": "NaN"}, why="NaN")
+    tokens = {"budget": 4000, "trained": 1000, "applied": 100, "refused": 900}
+    status = make_status(state="training", tokens=tokens, regions=[region("a"), bad])
+    line = plain_line(status)
+    assert line.startswith("! all work of b is thrown away") and "1 of 2 regions contribute" in line
+    assert "900 tokens thrown away (90% of all)" in line and "b diverging: NaN" in line
+    lines = [line.split() for line in drawn(status_view(status), 120).splitlines()]
+    assert lines[0][:5] == ["!", "all", "work", "of", "b"]
+    assert [line[-2] for line in lines if line[:1] == ["b"]] == ["diverging:"]
+
+
+def test_a_loss_that_has_exploded_is_no_state_in_which_a_region_contributes():
+    status = make_status(state="training", regions=[region("a", loss=2e10, exploded=True)])
+    assert "0 of 1 regions contribute" in plain_line(status)

@@ -392,3 +392,13 @@ def test_one_folder_is_run_by_one_process(tmp_path):
         pass
     with held(tmp_path):
         pass
+
+
+def test_a_run_that_its_server_gave_up_fails_with_the_reason(run_of, tmp_path):
+    hopeless = json.dumps({**json.loads(STATUS), "hopeless": "all work is thrown away."})
+    beside = meanwhile((both_started(tmp_path), lambda: (tmp_path / "state").write_text("stopped")))
+    run = run_of(server=SERVER.replace("json.loads(sys.argv[2])", f"json.loads({hopeless!r})"))
+    with pytest.raises(RunFailed, match="all work is thrown away") as failed:
+        run.run()
+    beside.join()
+    assert failed.value.exit_code == 1 and "outer.lr" in (failed.value.hint or "")

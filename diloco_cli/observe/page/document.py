@@ -181,7 +181,7 @@ def _sentence(status: Status, left: float | None, wall: float) -> str:
     tokens = status.tokens
     of = f"{amount(tokens.applied)} of {amount(tokens.budget)} tokens"
     members = [region for region in status.regions if region.member]
-    active = sum(region.contributing for region in members)
+    active = sum(region.contributing and region.state != "diverging" for region in members)
     rest = f"{active} of {len(members)} regions contributing" if members else "no region is here"
     if status.ended:
         rest = f"held-out loss {loss(status.loss.heldout)}"

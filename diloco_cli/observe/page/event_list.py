@@ -19,7 +19,7 @@ SORTS: Mapping[str, tuple[str, str, frozenset[str]]] = {
             (
                 *("lapsed", "refused", "quarantined", "foreign", "fenced", "retired", "fault"),
                 *("server-restarted", "worker-restarted", "worker-gone", "trainer-died"),
-                "link-lost",
+                *("link-lost", "diverging"),
             )
         ),
     ),

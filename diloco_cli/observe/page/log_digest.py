@@ -18,13 +18,14 @@ FAULTS = {
     "worker-gone": "a worker was given up",
     "refused": "a contribution was refused",
     "quarantined": "a region was quarantined",
+    "diverging": "a region threw its work away again and again",
     "retired": "a region was retired",
     "link-lost": "a region lost its link",
     "link-back": "a link came back",
     "amended": "the run was amended",
     "fault": "a fault was inflicted",
 }
-MOMENTS = ("trainer-died", "worker-restarted", "fault", "refused", "quarantined")
+MOMENTS = ("trainer-died", "worker-restarted", "fault", "refused", "quarantined", "diverging")
 """Faults that have no end: a mark on the time axis."""
 MOST_FAULTS, MOST_AMENDMENTS, MOST_SPANS, MOST_ROUNDS = 200, 64, 2000, 100_000
 

@@ -24,7 +24,7 @@ FIGURES = (
 MOST_SHORT = 250
 MOST_WHOLE = 12
 """Rows with curves, if there are more regions than that."""
-BAD = ("away", "failed")
+BAD = ("away", "failed", "diverging")
 
 Event = tuple[float, str, str, str]
 """Wall time, kind, region, words."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from diloco_cli.observe.metrics import quantile
+from diloco_cli.observe.metrics import quantile, thrown_away
 from diloco_cli.observe.page.charts import Line
 from diloco_cli.observe.page.curves import (
     evaluation_points,
@@ -156,7 +156,8 @@ def _result(record: RunRecord, summary: Summary) -> str:
     took = f" in {seconds(summary.wall_seconds)}" if summary.wall_seconds else ""
     heldout = f"held-out {loss(losses.heldout)}" if losses.heldout is not None else ""
     parts = "; ".join(filter(None, (of + took, heldout)))
-    why = f" ({escape(summary.why)})" if summary.why else ""
+    said = summary.why if summary.why != summary.hopeless else ""
+    why = f" ({escape(said)})" if said else ""
     figures = [
         ("first", loss(losses.first), f"held-out loss at outer step {amount(losses.first_at)}"),
         ("best", loss(losses.best), f"at outer step {amount(losses.best_at)}"),
@@ -166,7 +167,8 @@ def _result(record: RunRecord, summary: Summary) -> str:
     if losses.ema is not None:
         where = f"the average of the weights, at outer step {amount(losses.ema_at)}"
         figures.insert(3, ("average", loss(losses.ema), where))
-    more = f"<p class='alarm'>{escape(summary.overshoot)}</p>" if summary.overshoot else ""
+    alarms = (summary.overshoot, thrown_away(tokens) if tokens else "", summary.hopeless)
+    more = "".join(f"<p class='alarm'>{escape(alarm)}</p>" for alarm in alarms if alarm)
     return (
         f"<header><b>{escape(record.name)}</b><span>run {escape(summary.run)}</span></header>"
         f"<h1>{escape(summary.state.capitalize())}: {parts or 'no summary was written yet'}"

@@ -10,6 +10,7 @@ recorded it: no region is ever told what a crash could take back.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -53,6 +54,7 @@ from diloco_cli.observe.metrics import staleness
 from diloco_cli.server.refusals import HttpRefusal
 from diloco_cli.server.rounds.amendments import amend
 from diloco_cli.server.rounds.claims import record_accepted
+from diloco_cli.server.rounds.divergence import divergence_of, no_way_on, note_divergence
 from diloco_cli.server.rounds.lanes import order_of
 from diloco_cli.server.rounds.membership import Membership, cut_as_here
 from diloco_cli.server.rounds.publish import Publisher
@@ -72,6 +74,8 @@ from diloco_cli.wire.messages import (
     News,
     TextSample,
 )
+
+log = logging.getLogger(__name__)
 
 LONGEST_WHY = 900
 """Letters of a reason that travel."""
@@ -115,12 +119,13 @@ class Coordinator:
         back, lease = self._heard(region), state.leases.all[region]
         if lease.heartbeat and heartbeat.n < lease.heartbeat.n:
             return await state.answer_when_durable(lambda: self.news(region))  # Overtaken.
-        back = back or lease.heartbeat is None
+        back, before = back or lease.heartbeat is None, divergence_of(state, region)
         if heartbeat.stopping and not lease.leaving:
             state.note("left", region=region, why=heartbeat.why)
         # Before its goodbye counts: it may bring the last evaluation along.
         lease.evaluates |= region == self.evaluator()
         state.leases.take(region, heartbeat, now=state.clock())
+        note_divergence(state, region, before)
         state.totals.account(region).update_from_heartbeat(heartbeat)
         if back:
             state.rooms.came_back(state, region)
@@ -336,6 +341,7 @@ class Coordinator:
         wakes = [*state.leases.wakes(now=now), *state.lanes.wakes(state.leases, state.spec)]
         try:
             if not state.stopping and not state.ledger.finished:
+                self._give_up()
                 wakes += self._advance(now)
                 state.disk_has_room("journal")
         except DiskFull as error:
@@ -344,6 +350,14 @@ class Coordinator:
             wakes.append(now + RETRY_SECONDS)
         wakes += self._leave(now)
         return min((wake for wake in wakes if wake > now), default=None)
+
+    def _give_up(self) -> None:
+        """Stops a run whose regions all train for nothing; a later start goes on from there."""
+        state = self.state
+        if why := no_way_on(state):
+            state.hopeless = why
+            log.error(why)
+            self.stop(why)
 
     def _advance(self, now: Seconds) -> list[Seconds]:
         """Lets the core decide and carries its decisions out."""

@@ -19,6 +19,7 @@ from diloco_cli.core import pace
 from diloco_cli.core.journal_records import MemberDropped, VersionPublished, VersionStored
 from diloco_cli.core.rounds import Receipt, Seconds
 from diloco_cli.errors import StoreDamaged
+from diloco_cli.server.rounds.divergence import note_failed_round
 from diloco_cli.server.rounds.state import State
 from diloco_cli.server.store.filed_state import FiledState
 from diloco_cli.server.store.group_commit import RETRY_SECONDS
@@ -96,6 +97,8 @@ class Publisher:
             spoiled = await self._make(fragment, receipts)
         if spoiled:
             dropped = self._drop(fragment, spoiled)
+            if spoiled.diverged:
+                note_failed_round(state, receipts, spoiled.why)
             await state.commit.durable()
             await self._in_thread(lambda: store.drop_payloads(dropped))
             return
@@ -128,6 +131,7 @@ class Publisher:
             return newest, digest
 
         newest, digest = await self._in_thread(keep)
+        state.failed_rounds.clear()
         state.record(
             VersionPublished(
                 fragment,

@@ -41,6 +41,7 @@ from diloco_cli.server.versions.next_version import Seen
 from diloco_cli.spec.schema import RunSpec, SyncSpec
 from diloco_cli.system.failpoints import reach
 from diloco_cli.system.files import DiskFull
+from diloco_cli.wire.messages import Divergence
 
 Seconds = float
 log = logging.getLogger(__name__)
@@ -87,6 +88,12 @@ class State:
         """By fragment: what its round waits for."""
         self.finished_at: Seconds | None = now if ledger.finished else None
         self.stopping = ""
+        self.failed_rounds: dict[str, Divergence] = {}
+        """By region: rounds in a row that it was in and whose outer step was not finite."""
+        self.failing_since: Seconds = 0.0
+        """When the first of them was."""
+        self.hopeless = ""
+        """Why the run was stopped by itself: nothing more would have come of it."""
         self.everyone = False
         """Regions are to stop as well; otherwise only this server does."""
         self._full: dict[str, tuple[Seconds, str]] = {}

@@ -74,6 +74,8 @@ class Spoiled:
     regions: tuple[str, ...]
     fate: Literal["returned", "refused"]
     why: str
+    diverged: bool = False
+    """Each is sound by itself; what comes out of the outer step is not."""
 
 
 SAMPLE = 1 << 17
@@ -126,9 +128,10 @@ def next_version(
     except MemberUnfit as error:
         return _unfit(receipts[error.number], error.error)
     except Diverged as error:
-        return Spoiled(regions, "refused", str(error))
+        return Spoiled(regions, "refused", str(error), diverged=True)
     except NotFinite as error:
-        return Spoiled(regions, "refused", f"merged, it cannot be published: {error.message}")
+        why = f"merged, it cannot be published: {error.message}"
+        return Spoiled(regions, "refused", why, diverged=True)
     digests = {**old.merged, **{receipt.region: receipt.digest for receipt in receipts}}
     average, known = None, made.digests
     if share := average_share(recipe.outer):

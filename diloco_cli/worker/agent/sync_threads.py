@@ -247,7 +247,7 @@ class SyncThreads:
         progress = self.mailbox.progress() or TrainerProgress.none(len(self.news.versions))
         fields = dict(progress)
         if isinstance(self.trainer, Idle):
-            fields |= {"training": False, "why": self.trainer.why}
+            fields |= {"training": False, "why": self.trainer.why, "divergence": None}
             if not self.up_to_date.is_set() and self.trainer.why == self.FETCHING:
                 have, all_of = len(self._images.holds), len(self.news.versions)
                 fields["why"] = f"{self.FETCHING}: {have} of {all_of} fragments are here"

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from diloco_cli.core.guard import STRIKES
 from diloco_cli.errors import DilocoError, SpecError, StoreError
 from diloco_cli.observe.events import EventLog
 from diloco_cli.system.process_end import exit_in_words
@@ -235,6 +236,8 @@ class TrainerSupervisor:
         if self._told_at is None or now - self._told_at >= TELL_SECONDS:
             first, self._told_at = self._told_at is None, now
             log.info(f"training begins: {how_far(progress)}" if first else how_far(progress))
+            if progress.divergence and progress.divergence.times >= STRIKES:
+                log.warning(progress.divergence.in_words())
 
     def keep_log_small(self) -> None:
         """Bounds what the trainer has logged, however long it trains."""

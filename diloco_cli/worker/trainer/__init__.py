@@ -7,6 +7,7 @@ weights_and_books.py  weights, anchors and books, which only ever move together
 lanes.py              which lanes it reads, and which it hands over
 mail.py               a thread that reads images and writes frames; what came in lately
 checkpoints/          the local checkpoint, and what a trainer goes on from
+divergence.py         does it throw its work away again and again?
 progress.py           what a trainer reports of itself: pace, loss, startup times
 step_profiler.py      a trace of some steps, for whoever asks
 evaluation.py         the held-out loss of the published weights

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Generic, SupportsFloat, TypeVar
 
 from diloco_cli.core import unmerged_work
 from diloco_cli.core.fragments import piece_of
-from diloco_cli.core.guard import NOT_FINITE
+from diloco_cli.core.guard import NOT_FINITE, STRIKES
 from diloco_cli.errors import WireError
 from diloco_cli.observe.events import EventLog
 from diloco_cli.system.wakeup import Wakeup
@@ -242,6 +242,8 @@ class OuterLoop(Generic[Books]):
                 self.weights.replace_anchor(number, arrived)
                 continue
             merged = self.weights.adopt(number, arrived)
+            if merged:
+                self.progress.divergence.merged(every=self._every())
             self.progress.events.note(
                 "adopted",
                 region=self.task.region,
@@ -282,7 +284,9 @@ class OuterLoop(Generic[Books]):
         # A region that is slowed down knows how long each step took.
         last, self._loss = self._loss, loss
         if last is not None:
-            self.averages.lost(float(last))
+            self._lost(last)
+        elif loss is None:
+            self.progress.divergence.stepped(sound=True)
         if self.pacing.measures or not self.compiled:
             self.weights.engine.wait()
         now = time.monotonic()
@@ -293,9 +297,13 @@ class OuterLoop(Generic[Books]):
         if self.profiler.stepped():
             self.averages.paused()  # Writing a trace is no part of a step.
         self.progress.why = "training"
-        news = self.inbox.news
-        if self.progress.is_due(self.weights, every=(news and news.every) or self.sync.every):
+        if self.progress.is_due(self.weights, every=self._every()):
             self.report()
+
+    def _every(self) -> int:
+        """How many steps make a round, as the server says now."""
+        news = self.inbox.news
+        return (news and news.every) or self.sync.every
 
     def _compiled(self, now: float) -> None:
         """The first step was mostly compiling: it says nothing about the pace."""
@@ -357,8 +365,12 @@ class OuterLoop(Generic[Books]):
 
     def _catch_up(self) -> None:
         if self._loss is not None:
-            self.averages.lost(float(self._loss))
+            self._lost(self._loss)
             self._loss = None
+
+    def _lost(self, loss: SupportsFloat) -> None:
+        self.averages.lost(float(loss))
+        self.progress.divergence.stepped(sound=not self.averages.bad)
 
     def _drain(self) -> None:
         """After the end: gives up crumbs below one step, and leaves a checkpoint once."""
@@ -385,11 +397,17 @@ class OuterLoop(Generic[Books]):
         # What could not be written is not tried again: it is refused here, and a frame of it
         # that became durable later would be merged all the same.
         self._collect_drafts(wait=True, retry=False)
+        before, divergence = self.weights.refused(), self.progress.divergence
         for number in range(self.sync.fragments):
             if number in unfit or not self.weights.is_finite(number):
                 self.weights.refuse(number)
         self.weights.engine.reset_optimizer()
-        self.progress.note(f"{why}; going on from the published weights")
+        tokens = self.weights.refused() - before
+        divergence.gave_up(why, tokens, step=self.weights.clock, now=time.monotonic())
+        # Who diverges does so many times a second; each is in the report, not in the run log.
+        if divergence.times.bit_count() == 1 or divergence.times == STRIKES:
+            again = f" (time {divergence.times} in a row)" if divergence.times > 1 else ""
+            self.progress.note(f"{why}; going on from the published weights{again}")
         self.report()
 
     def report(self) -> None:

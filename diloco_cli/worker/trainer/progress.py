@@ -20,6 +20,7 @@ from diloco_cli.wire.messages import (
 )
 from diloco_cli.worker.engines import StepFacts
 from diloco_cli.worker.mailbox import Mailbox
+from diloco_cli.worker.trainer.divergence import DivergenceCount
 from diloco_cli.worker.trainer.task import RegionTask
 from diloco_cli.worker.trainer.weights_and_books import WeightsAndBooks
 
@@ -38,6 +39,7 @@ class ProgressReport:
     ) -> None:
         self.task, self.mailbox, self.events, self.tell = task, mailbox, events, tell
         self.averages = TrainingAverages(now=time.monotonic())
+        self.divergence = DivergenceCount()
         self.why = "compiling"
         """What the trainer does or waits for, in words."""
         self.trouble = ""
@@ -113,6 +115,7 @@ class ProgressReport:
             why=f"{self.why}; {self.trouble}" if self.trouble else self.why,
             **measured,
             reading=reading,
+            divergence=self.divergence.report(now=time.monotonic()),
         )
         # A full disk costs the report, not the training.
         with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, SupportsFloat
 
@@ -218,9 +219,16 @@ class WeightsAndBooks:
 
     def lost_with_server(self) -> float:
         """Tokens that went with the server whose run this one continues; the fragments' mean."""
+        return self._mean(max(0.0, book.lost) for book in self.books)
+
+    def refused(self) -> float:
+        """Tokens whose work was unfit; the fragments' mean."""
+        return self._mean(book.totals.refused for book in self.books)
+
+    def _mean(self, amounts: Iterable[float]) -> float:
         sizes = [fragment.size for fragment in self.task.layout.fragments]
-        pairs = zip(sizes, self.books, strict=True)
-        return sum(size * max(0.0, book.lost) for size, book in pairs) / sum(sizes)
+        pairs = zip(sizes, amounts, strict=True)
+        return sum(size * amount for size, amount in pairs) / sum(sizes)
 
     def _fragment(self, number: int) -> Fragment:
         return self.task.layout.fragments[number]

@@ -195,3 +195,18 @@ def test_the_policy_allows_just_this_style_and_this_script():
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{rule} 'sha256-{digest}'" in POLICY
     assert "style=" not in shown.split("</style>")[1] and " onclick" not in shown
+
+
+def test_a_region_whose_work_is_thrown_away_is_an_alarm_and_does_not_count():
+    at = {"alive": True, "training": True, "contributing": True, "step": 9}
+    about = {"times": 7, "tokens": 448.0, "step": 1, "seconds": 3.0, "published": False}
+    regions = [
+        {"name": "good", **at},
+        {"name": "bad", **at, "contributing": False, "divergence": {**about, "why": "NaN"}},
+        {"name": "large", **at, "exploded": True, "loss": 2e10},
+    ]
+    text = page(make_status(state="training", regions=regions))
+    alarms = text.partition("<div id='alarms'>")[2].partition("<div id=")[0]
+    assert "▲ all work of bad is thrown away" in alarms and "loss of large has exploded" in alarms
+    assert "1 of 3 regions contributing" in text
+    assert text.count("<tr class='bad'>") == text.count("▲ diverging") == 2

@@ -316,3 +316,15 @@ def test_an_outage_without_an_end_lasts_until_the_log_ends(tmp_path):
     told = digest(read_events(tmp_path / "events.jsonl"))
     assert told.away == {"left": [(0.0, 1.0), (2.0, None)]} and told.ended == 3.0
     assert told.moments == {"right": [(3.0, "trainer-died")]} and told.counts["lapsed"] == 2
+
+
+def test_a_report_says_first_what_was_thrown_away_and_why_the_run_gave_up(tmp_path):
+    folder = a_run(tmp_path / "run")
+    summary = json.loads((folder / "summary.json").read_text())
+    summary |= {"state": "stopped", "why": "no <use>", "hopeless": "no <use>"}
+    summary["tokens"] |= {"trained": 1000, "refused": 900}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    text = report(read_run(folder), Environment("1", "diloco report"))
+    alarms = [part.partition("</p>")[0] for part in text.split("<p class='alarm'>")[1:]]
+    assert alarms[:2] == ["900 tokens thrown away (90% of all)", "no &lt;use&gt;"]
+    assert text.count("no &lt;use&gt;") == 1

@@ -13,6 +13,7 @@ from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Header, pack
 from diloco_cli.wire.messages import (
     Answer,
+    Divergence,
     FragmentProgress,
     HeldOut,
     Joined,
@@ -351,6 +352,15 @@ def test_heartbeats_say_what_the_trainer_says(courier, counter, mailbox):
     beat = counter.heartbeats[0]
     assert (beat.step, beat.training, beat.why, beat.restarts) == (12, True, "training", 2)
     assert beat.fragments[0].version == 3 and beat.loss is None and beat.heldout.loss == 2.5
+
+
+def test_what_an_earlier_trainer_threw_away_is_not_said_of_the_next(courier, mailbox):
+    divergence = Divergence(times=20, tokens=9.0, step=1, seconds=1.0, published=False, why="NaN")
+    progress = TrainerProgress.none(2).model_copy(update={"divergence": divergence})
+    mailbox.write_progress(progress)
+    assert courier.report().divergence is None, "the next one has not reported yet"
+    courier.trainer = Reporting()
+    assert courier.report().divergence == divergence
 
 
 def test_the_average_is_fetched_beside_each_evaluation_by_the_region_that_evaluates(

@@ -1,10 +1,14 @@
-"""When does a trainer speak up?"""
+"""When does a trainer speak up, and what does it say of work that it gives up?"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.worker.trainer.harness import steps
+from diloco_cli.observe.events import read_events
+from diloco_cli.worker.trainer.divergence import DivergenceCount
+from tests.worker.trainer.harness import post, steps, until
+
+TOKENS = 2 * 16
 
 
 def test_every_few_steps_and_at_once_when_a_fragment_has_enough_for_a_round(play):
@@ -28,3 +32,79 @@ def test_what_a_device_gives_follows_from_the_pace_and_the_shapes(play):
     assert said.tflops == pytest.approx(said.tokens_per_second * per_token / 1e12)
     assert said.tflops > 0 and said.devices == 1
     assert said.mfu is None, "what a processor can do at best is not known"
+
+
+# Work that is given up again and again
+
+
+def count_of(*spans: int, every: int = 4) -> DivergenceCount:
+    """Gives up after each of these numbers of sound steps."""
+    count = DivergenceCount()
+    for span in spans:
+        for _ in range(span):
+            count.stepped(sound=True)
+        count.stepped(sound=False)
+        count.gave_up("why", 32.0, step=span, now=float(span))
+    return count
+
+
+def test_nothing_is_said_while_nothing_is_given_up():
+    assert count_of().report(now=9.0) is None
+
+
+def test_times_and_tokens_add_up_since_the_first():
+    told = count_of(7, 9, 9).report(now=30.0)
+    assert told is not None
+    assert (told.times, told.tokens, told.step, told.seconds) == (3, 96.0, 7, 23.0)
+    assert told.why == "why"
+
+
+def test_weights_on_which_no_step_is_sound_are_told_from_those_that_are_spoiled_by_training():
+    spoiled, unstable = count_of(7, 0).report(now=9.0), count_of(7, 1).report(now=9.0)
+    assert spoiled and spoiled.published
+    assert unstable and not unstable.published
+
+
+def test_work_that_was_sent_before_it_went_bad_ends_nothing():
+    count = count_of(7, 7)
+    for steps_made in range(4):
+        count.merged(every=4)
+        assert count.times == 2, f"after {steps_made} sound steps"
+        count.stepped(sound=True)
+    count.merged(every=4)
+    assert count.times == 0 and count.report(now=99.0) is None
+    count.gave_up("again", 8.0, step=50, now=100.0)
+    told = count.report(now=100.0)
+    assert told and (told.times, told.tokens, told.step) == (1, 8.0, 50), "it begins anew"
+
+
+def test_a_region_reports_what_it_gives_up_and_takes_it_back_when_it_is_merged(play):
+    stage, trainer = play()
+    for _ in range(3):
+        steps(trainer, 2)
+        trainer.give_up("a test", {0, 1})
+    told = stage.mailbox.progress().divergence
+    assert told.times == 3 and told.tokens == 3 * 2 * TOKENS and told.why == "a test"
+    steps(trainer, trainer.sync.every)
+    post(stage, trainer, 0)
+    stage.merge(0)
+    until(trainer, lambda: trainer.weights.books[0].version == 1)
+    trainer.report()
+    assert stage.mailbox.progress().divergence is None
+
+
+def test_losses_that_are_not_finite_are_counted_and_the_run_log_stays_readable(play):
+    stage, trainer = play()
+    steps(trainer, 1)
+    for _ in range(40):
+        for _ in range(5):
+            trainer.stepped(float("nan"), TOKENS, began=0.0)
+        trainer._catch_up()
+        trainer.boundary()
+    told = stage.mailbox.progress().divergence
+    assert told.times == 40 and told.published and "not finite 5 times in a row" in told.why
+    notes = [e for e in read_events(stage.folder / "events.jsonl") if e.kind == "note"]
+    assert [n.fields["why"].partition("(")[2] for n in notes] == [
+        "",
+        *(f"time {number} in a row)" for number in (2, 3, 4, 8, 16, 32)),
+    ]
