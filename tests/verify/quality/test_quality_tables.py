@@ -106,6 +106,7 @@ def test_a_data_parallel_job_under_kills_loses_what_its_kind_loses():
     assert rigid.curve([(40.0, 3.0), (100.0, 2.0)], kills, 50.0) == [(10.0, 3.0), (30.0, 2.0)]
     assert late_loss.at([(0.0, 4.0), (10.0, 2.0)], 5.0) == 3.0
     assert late_loss.ratio([20.0, 20.0, 20.0]) == "20.0 (20.0 to 20.0)"
+    assert late_loss.ratio([]) == "never there"
 
 
 def test_absences_are_compared_seed_by_seed():
