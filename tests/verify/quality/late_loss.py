@@ -18,6 +18,7 @@ import argparse
 import itertools
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -371,7 +372,8 @@ def draw_kills(table: Table, seed: int, file: Path) -> None:
         axes[0].text(number, shares[name] + 1, f"{shares[name]:.0f}", ha="center", fontsize=8)
         points = curves[name][1:]
         axes[1].plot([t for t, _ in points], [loss for _, loss in points], label=name)
-    axes[0].set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=6)
+    labels = [textwrap.fill(name, 12) for name in names]
+    axes[0].set_xticks(range(len(names)), labels, fontsize=6)
     axes[0].set_ylabel("tokens kept, % of an undisturbed run's")
     axes[1].axhline(table.late("adamw", seed), color="grey", linewidth=0.8)
     axes[1].set_xlabel(f"virtual seconds, steps of {REAL_STEP} s")
