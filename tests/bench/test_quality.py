@@ -117,6 +117,12 @@ def test_a_cell_is_the_same_to_the_bit_every_time():
     assert run_cell(PLAIN, SMALL, 1)["loss"] != run_cell(PLAIN, SMALL, 2)["loss"]
 
 
+def test_versions_that_no_region_can_ask_for_are_dropped():
+    training, _ = train(PLAIN)
+    for tip, images in zip(training.tips, training.images, strict=True):
+        assert len(images) <= 2 < tip.number == max(images)
+
+
 @pytest.mark.parametrize("adopt", ["rebase", "replace", "blend"])
 def test_every_token_has_a_fate_when_speeds_differ(adopt: str):
     settings = (*PLAIN.settings, ("sync.adopt", adopt))

@@ -18,7 +18,6 @@ from diloco_cli.core import unmerged_work
 from diloco_cli.core.fragments import scatter
 from diloco_cli.core.pace import Report
 from diloco_cli.core.unmerged_work import Book
-from diloco_cli.server.versions.next_version import Version
 from diloco_cli.sim.region import SimulatedRegion
 from diloco_cli.sim.scenario import Recovery, RegionSite, Scenario
 from diloco_cli.wire.frame import Frame, open_frame
@@ -41,9 +40,9 @@ RUN = "rehearsal"
 class TrainingSetup(Protocol):
     """What a learner needs of the play it takes part in."""
 
-    def version(self, fragment: int, number: int) -> Version: ...
+    def image(self, fragment: int, number: int) -> Image: ...
 
-    def newest(self, fragment: int) -> Version: ...
+    def newest(self, fragment: int) -> Image: ...
 
     def posted(self, frame: Frame) -> None:
         """Takes the bytes that travel."""
@@ -83,11 +82,11 @@ class TrainingRegion(SimulatedRegion):
         self.task, self.around, self.habits = task, around, habits
         self.sent: dict[int, Frame] = {}
         """The outbox: the newest frame of each fragment."""
-        first = [around.version(number, 0) for number in range(len(scenario.sizes))]
+        first = [around.newest(number) for number in range(len(scenario.sizes))]
         book, _ = unmerged_work.start(None, None, task.alpha)
         self.own = self._holdings(
             [replace(book, version=0) for _ in first],
-            [version.state.published for version in first],
+            [image.weights for image in first],
         )
         self.saved = self.own.checkpoint() if habits.checkpoint else None
         self.keeps = False
@@ -164,13 +163,9 @@ class TrainingRegion(SimulatedRegion):
             return False
         sent = self.sent.get(number)
         ours = sent.values() if sent and sent.digest == merged else None
-        image = self._image(number, version)
+        image = self.around.image(number, version)
         self.own.adopt(number, IncomingImage(image, merged, image.weights, ours))
         return True
-
-    def _image(self, number: int, version: int) -> Image:
-        made = self.around.version(number, version)
-        return Image(version, made.merged, made.digest, made.state.published)
 
     def answered(self, number: int, digest: str, fate: str) -> None:
         self.own.answered(number, Fate(digest, fate, ""))  # pyright: ignore[reportArgumentType]
@@ -202,10 +197,10 @@ class TrainingRegion(SimulatedRegion):
         before = self._trained()
         newest = [self.around.newest(number) for number in range(len(self.sizes))]
         books = [
-            Book(version.number, version.merged.get(self.name, ""), posted=book.posted)
-            for version, book in zip(newest, self.own.books, strict=True)
+            Book(image.version, image.merged.get(self.name, ""), posted=book.posted)
+            for image, book in zip(newest, self.own.books, strict=True)
         ]
-        anchors = [version.state.published for version in newest]
+        anchors = [image.weights for image in newest]
         params = self.task.model.init(self.task.spec.seed)
         for fragment, anchor in zip(self.task.layout.fragments, anchors, strict=True):
             scatter(anchor, fragment, params)
@@ -222,7 +217,7 @@ class TrainingRegion(SimulatedRegion):
         books, anchors, params = [], [], dict(saved.params)
         for fragment in self.task.layout.fragments:
             number = fragment.number
-            image = self._image(number, self.own.books[number].version)
+            image = self.around.image(number, self.own.books[number].version)
             book, anchor, local = resume_fragment(
                 place, fragment, saved, self.sent.get(number), image
             )

@@ -33,6 +33,7 @@ from diloco_cli.spec.schema import RunSpec
 from diloco_cli.wire.digest import vector_digest
 from diloco_cli.wire.frame import Frame, open_frame
 from diloco_cli.worker.engines.jax_engine import JaxEngine, JaxStep
+from diloco_cli.worker.mailbox import Image
 from diloco_cli.worker.trainer.task import Task, horizon
 from diloco_cli.worker.trainer.weights_and_books import TrainedWeights
 
@@ -122,16 +123,19 @@ class Training(Simulation):
         self._newest_bytes: dict[int, int] = {}
         self._alike: dict[JaxStep, int] = {}
         """How many learners share a compiled step."""
-        self.made = [[version] for version in first_versions(spec, self.parts)]
+        self.tips = first_versions(spec, self.parts)
+        """The newest version of each fragment."""
+        self.images = [{tip.number: _image(tip)} for tip in self.tips]
+        """Of each fragment, those that a region may still ask for, by number."""
         super().__init__(scenario)
 
     # What learners ask
 
-    def newest(self, fragment: int) -> Version:
-        return self.made[fragment][-1]
+    def newest(self, fragment: int) -> Image:
+        return self.image(fragment, self.tips[fragment].number)
 
-    def version(self, fragment: int, number: int) -> Version:
-        return self.made[fragment][number]
+    def image(self, fragment: int, number: int) -> Image:
+        return self.images[fragment][number]
 
     def posted(self, frame: Frame) -> None:
         self.payloads.frames[frame.digest] = frame
@@ -175,7 +179,7 @@ class Training(Simulation):
         super()._published(fragment, members)
 
     def _make(self, fragment: int, receipts: list[Receipt], *, drain: bool) -> None:
-        old, place = self.made[fragment][-1], self.parts.layout.fragments[fragment]
+        old, place = self.tips[fragment], self.parts.layout.fragments[fragment]
         live = self.server.ledger.slots[fragment].live
         how: dict[str, Any] = {"drain": drain, "live": live}
         made = next_version(self.settings, self.payloads, old, place, receipts, **how)
@@ -189,9 +193,18 @@ class Training(Simulation):
             raise RunFailed(f"Version {version.number} of fragment {fragment} does not decode.")
         self.down_bytes += len(data)
         self.down_values += place.size
-        self.made[fragment].append(version)
+        self.tips[fragment] = version
+        self.images[fragment][version.number] = _image(version)
+        self._forget(fragment)
         for receipt in receipts:
             del self.payloads.frames[receipt.digest]
+
+    def _forget(self, fragment: int) -> None:
+        """Drops what lies behind every region: nobody goes back behind its own version."""
+        images = self.images[fragment]
+        oldest = min(learner.own.books[fragment].version for learner in self.learners)
+        for number in [number for number in images if number < oldest]:
+            del images[number]
 
     def frame_bytes(self, region: SimulatedRegion, fragment: int) -> int:
         return len(cast(TrainingRegion, region).sent[fragment].data)
@@ -219,14 +232,14 @@ class Training(Simulation):
         full = sum(site.tokens / site.step for site in self.scenario.sites) * seconds
         trained = self.spec.budget.tokens + (self.undone if self.refund else 0.0)
         outcome = self.tally.outcome(learners, now=seconds, events=0)
-        while any(self._drain(number, learners) for number in range(len(self.made))):
+        while any(self._drain(number, learners) for number in range(len(self.tips))):
             pass
         return Trained(
             weights=self.weights(),
             average=self.weights(average=True),
             seconds=seconds,
             goodput=(trained - self.undone) / full,
-            versions=round(outcome.versions / len(self.made)),
+            versions=round(outcome.versions / len(self.tips)),
             members=outcome.participation,
             staleness=outcome.staleness,
             bits_up=8 * self.up_bytes / max(1, self.up_values),
@@ -239,7 +252,7 @@ class Training(Simulation):
     def _drain(self, fragment: int, learners: list[TrainingRegion]) -> bool:
         """Merges what waits or is still held; says whether there was anything."""
         receipts = []
-        newest = self.made[fragment][-1]
+        newest = self.tips[fragment]
         for learner in learners:
             learner.adopt(fragment, newest.number, newest.merged.get(learner.name, ""))
             book = learner.own.books[fragment]
@@ -256,8 +269,8 @@ class Training(Simulation):
         weights = {
             tensor.name: np.empty(tensor.shape, "f4") for tensor in self.parts.model.tensors()
         }
-        for fragment, made in zip(self.parts.layout.fragments, self.made, strict=True):
-            state = made[-1].state.load()
+        for fragment, tip in zip(self.parts.layout.fragments, self.tips, strict=True):
+            state = tip.state.load()
             kept = state.average if average and state.average is not None else state.published
             scatter(kept, fragment, weights)
         return weights
@@ -334,6 +347,10 @@ def first_versions(spec: RunSpec, parts: RunObjects) -> list[Version]:
         state = StoredState(theta, parts.outer.start(fragment.size), theta)
         versions.append(Version(0, state, vector_digest(theta), {}, ()))
     return versions
+
+
+def _image(version: Version) -> Image:
+    return Image(version.number, version.merged, version.digest, version.state.load().published)
 
 
 def _receipt(frame: Frame) -> Receipt:
