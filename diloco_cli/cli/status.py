@@ -33,6 +33,7 @@ TargetArgument = Annotated[
 ]
 
 WATCH_SECONDS = 2.0
+START_SECONDS = 0.2
 KEYS = "q quit   r rounds   o open the page"
 
 
@@ -160,6 +161,10 @@ def _current_status(run: Target, calls: ShortCalls) -> Status:
 
 def _start_again(run: Target) -> str:
     """On a host with regions `diloco run` brings all back; one that only serves never had any."""
+    from diloco_cli.run.folder import runner_of
+
+    if runner := run.folder and runner_of(run.folder):
+        return f"Process {runner} is starting it; `diloco status --watch {run}` waits for that."
     with_regions = run.folder is None or (run.folder / "regions").is_dir()
     command = "run" if with_regions else "serve"
     return f"`diloco {command} SPEC` starts it again."
@@ -189,7 +194,7 @@ def _watch(run: Target, calls: ShortCalls, format: Format) -> None:
     from diloco_cli.run.folder import last_summary
     from diloco_cli.system.keys import Keys
 
-    status, since, summary = _current_status(run, calls), "", None
+    status, since, summary = _first_status(run, calls), "", None
     with ProgressDisplay(to_stdout()) as progress, Keys() as keys:
         progress.follow(run.folder)
         progress.keys = KEYS if keys.heard else ""
@@ -220,6 +225,24 @@ def _watch(run: Target, calls: ShortCalls, format: Format) -> None:
         _print_summary(summary, run, format)
     else:
         _print_status(run, status, format)
+
+
+def _first_status(run: Target, calls: ShortCalls) -> Status:
+    """Waits for the server of a run that is just being started."""
+    from diloco_cli.errors import LinkError
+    from diloco_cli.run.folder import runner_of
+
+    try:
+        return _current_status(run, calls)
+    except LinkError as error:
+        if not (runner := run.folder and runner_of(run.folder)):
+            raise
+        typer.echo(f"{run} is being started by process {runner}; waiting for it.", err=True)
+        while not (status := _status_or_none(run, calls)):
+            if runner_of(run.folder) is None:
+                raise error from None
+            time.sleep(START_SECONDS)
+        return status
 
 
 def _opened(url: str) -> str:

@@ -11,6 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -124,6 +125,10 @@ def plain_line(status: Status, *, left: float | None = None) -> str:
         f"{_progress(tokens)} ({percent(_share(tokens))})",
         *([f"{seconds(left)} left"] if left is not None else ()),
         f"held-out {loss(status.loss.heldout)}",
+    ]
+    if status.over:
+        return " | ".join(parts)
+    parts += [
         f"{len(well)} of {len(regions)} regions contribute, {amount(_speed(status))} tok/s",
         *([thrown] if (thrown := thrown_away(tokens)) else ()),
         *(_region_words(region, status) for region in others[:MOST_NAMED]),
@@ -136,7 +141,7 @@ def plain_line(status: Status, *, left: float | None = None) -> str:
 def _region_words(region: RegionStatus, status: Status) -> str:
     reason = "; ".join(filter(None, (_reason(region), _behind(region, status.terms))))
     words = f"{isolated(region.name)} {region.state}"
-    return f"{words}: {reason[:LONGEST_REASON]}" if reason else words
+    return f"{words}: {shorten(reason, LONGEST_REASON, placeholder=' …')}" if reason else words
 
 
 def _speed(status: Status) -> float:

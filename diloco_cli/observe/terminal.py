@@ -246,7 +246,7 @@ class ProgressDisplay:
 
 
 def _states(status: Status) -> tuple[str, ...]:
-    regions = (f"{region.name}={region.state}" for region in status.regions)
+    regions = (f"{each.name}={each.state}" for each in status.regions if not status.over)
     return (status.state, str(bool(status.trouble)), *regions)
 
 

@@ -285,6 +285,26 @@ def test_a_server_that_is_away_is_waited_for_by_who_watches(capsys, monkeypatch)
     assert "finished" in lines[2]
 
 
+def test_who_watches_a_run_that_is_just_being_started_waits_for_its_server(capsys, monkeypatch):
+    folder, script = a_run(), [LinkError("not yet"), make_status(state="finished")]
+
+    def answer(self, url):
+        told = script.pop(0)
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    monkeypatch.setattr("diloco_cli.run.ask.ShortCalls.status", answer)
+    with held(folder):
+        code, _, said = diloco(capsys, "status", folder)
+        assert code == 4 and f"diloco status --watch {folder}" in said
+        code, printed, said = diloco(capsys, "status", "--watch", folder)
+    assert code == 0 and "finished" in printed
+    assert said.strip().endswith(f"started by process {os.getpid()}; waiting for it.")
+    code, _, said = diloco(capsys, "status", "--watch", folder)
+    assert code == 4 and "starts it again" in said
+
+
 @pytest.fixture
 def terminal(monkeypatch):
     """Standard input is a terminal; what is written to this handle is pressed there."""

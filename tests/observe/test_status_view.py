@@ -149,6 +149,22 @@ def test_a_plain_line_is_short_and_says_what_is_wrong_first():
     assert "r0 away" in many and "and 197 more" in many and len(many) < 400
 
 
+def test_a_plain_line_cuts_a_reason_between_two_words():
+    idle = region("right", contributing=False, training=False, why="waiting for tokens " * 9)
+    line = plain_line(status_of(regions=[region("left"), idle]))
+    assert line.endswith((" waiting …", " for …", " tokens …"))
+
+
+def test_when_a_run_is_over_its_line_says_so_once():
+    console = Console(file=io.StringIO(), width=80)
+    with ProgressDisplay(console, clock=lambda: 0.0) as progress:
+        for training in (True, False):
+            over = [region("left", training=training), region("right", contributing=False)]
+            progress.show(make_status(state="finished", regions=over))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.count("\n") == 1 and said.startswith("finished | ") and "tok/s" not in said
+
+
 def test_lines_of_a_log_do_not_come_with_every_change_of_a_region():
     now = [0.0]
     console = Console(file=io.StringIO(), width=80)
