@@ -235,11 +235,12 @@ def _first_status(run: Target, calls: ShortCalls) -> Status:
     try:
         return _current_status(run, calls)
     except LinkError as error:
-        if not (runner := run.folder and runner_of(run.folder)):
+        folder = run.folder
+        if not folder or not (runner := runner_of(folder)):
             raise
         typer.echo(f"{run} is being started by process {runner}; waiting for it.", err=True)
         while not (status := _status_or_none(run, calls)):
-            if runner_of(run.folder) is None:
+            if runner_of(folder) is None:
                 raise error from None
             time.sleep(START_SECONDS)
         return status
@@ -259,9 +260,9 @@ def _status_or_none(run: Target, calls: ShortCalls) -> Status | None:
     from diloco_cli.errors import LinkError, WireError
     from diloco_cli.run.folder import address_of
 
-    url = address_of(run.folder).url if run.folder else None
+    url = (address_of(run.folder).url if run.folder else None) or run.url
     try:
-        return calls.status(str(url or run.url))
+        return calls.status(url) if url else None
     except (LinkError, WireError):
         return None
 

@@ -26,6 +26,9 @@ SLOW_HOST = 1.3
 """Times the usual time from which on a host of a region is called slow."""
 EXPLODED = 10.0
 """Times the loss of the first weights that no training reaches by chance."""
+WORST_GUESS = 15.0
+"""No loss below it has exploded: who knows nothing of a million tokens has 13.8, and weights that a
+run began with may be far better on the evaluator's text than on another region's."""
 UNSTABLE = "look at the data, or lower inner.optimizer.lr or outer.lr with `diloco amend`"
 SPOILED = (
     "the published weights are spoiled: begin anew from sound ones, with a lower outer.lr or "
@@ -169,7 +172,9 @@ def slow_line(
 
 def is_exploded(loss: float | None, first: float | None) -> bool:
     """Says whether a loss is worse by far than that of weights that know nothing."""
-    return loss is not None and first is not None and 0 < EXPLODED * first < loss
+    if loss is None or first is None or first <= 0:
+        return False
+    return loss > max(EXPLODED * first, WORST_GUESS)
 
 
 def thrown_away(tokens: RunTokens) -> str:

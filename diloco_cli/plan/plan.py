@@ -208,7 +208,9 @@ def unbroken(world: World) -> float:
 
 def _simulated(spec: RunSpec, world: World) -> tuple[Scenario, list[str]]:
     sizes = fragment_sizes(spec)
-    scenario, assumptions = scenario_of(spec, sizes, world)
+    # How long to look is not known before the sites are.
+    first = replace(world, duration=world.duration or 1e-9)
+    scenario, assumptions = scenario_of(spec, sizes, first)
     cycle = spec.sync.every * max(site.step for site in scenario.sites)
     # What lines and disk take for one exchange may be longer than its steps.
     whole = min(CYCLES * exchange(scenario), MOST_STEPS / sum(1 / s.step for s in scenario.sites))

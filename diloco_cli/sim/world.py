@@ -168,7 +168,8 @@ def _refuse_more(sites: Sequence[RegionSite], world: World, duration: Seconds) -
         raise SpecError(
             f"{duration:.3g} s with steps of {fastest:.3g} s are {steps:.2g} inner steps of all "
             f"regions; {MOST_STEPS:.0e} are the most that can be simulated.",
-            hint="Give a shorter --duration, or fewer regions.",
+            hint="Is a region's speed or step right? If so: fewer regions, a smaller sync.every, "
+            "or a shorter time (`diloco simulate --duration`).",
         )
     for mean, option, struck in (
         (world.mtbf, "--mtbf", len(sites)),
@@ -179,7 +180,7 @@ def _refuse_more(sites: Sequence[RegionSite], world: World, duration: Seconds) -
                 f"{option}: with {mean:g} s between two failures there are "
                 f"{struck * duration / mean:.2g} of them in {duration:.3g} s; {MOST_DRAWN:.0e} are "
                 "the most that can be simulated.",
-                hint=f"Give a longer {option}, or a shorter --duration.",
+                hint=f"Give a longer {option}, or a shorter time (`diloco simulate --duration`).",
             )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+from pathlib import Path
 
 
 def open_process(pid: int) -> int | None:
@@ -28,6 +29,20 @@ def signal_process(handle: int | None, pid: int, number: signal.Signals) -> None
 
 def has_ended(handle: int) -> bool:
     return bool(select.select([handle], [], [], 0)[0])
+
+
+def descendants(pid: int) -> list[int]:
+    """Those that a process has started, and those that they have; none without /proc."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            # The name may hold anything, a bracket too; state and parent come after it.
+            _, _, rest = (folder / "stat").read_text(errors="replace").rpartition(")")
+            children.setdefault(int(rest.split()[1]), []).append(int(folder.name))
+    found = list(children.get(pid, []))
+    for each in found:
+        found.extend(children.get(each, []))
+    return found
 
 
 def kill_group_of(pid: int) -> None:

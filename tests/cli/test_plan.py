@@ -141,6 +141,17 @@ def test_short_steps_are_simulated_until_versions_come_of_them():
     assert found["days_to_budget"] is not None and found["participation"] == 1.0
 
 
+def test_what_takes_too_long_to_simulate_is_refused_by_the_time_that_a_plan_looks_at(tmp_path):
+    """Twelve exchanges; `simulate` looks at a hundred unless it is told otherwise."""
+    listed = [{"name": f"r{n}"} for n in range(20)] + [{"name": "slow", "speed": 0.01}]
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**yaml.safe_load(Path(QUICK).read_text()), "regions": listed}))
+    words = ["--step", "1s", "--set", "sync.every=20000", "--set", "budget.tokens=1000000000"]
+    found = run(str(file), *words).exception
+    assert isinstance(found, SpecError) and found.message.startswith("2.4e+07 s with steps of 1 s")
+    assert "sync.every" in str(found.hint) and "diloco simulate" in str(found.hint)
+
+
 def test_round_trips_that_no_period_makes_up_for_are_no_error():
     words = run(QUICK, "--set", "sync.overlap=0", "--link", "1Gbit/1000s")
     assert words.exit_code == 0 and "no rate is enough" in words.output

@@ -15,7 +15,7 @@ from diloco_cli.core.guard import STRIKES
 from diloco_cli.core.rounds import Receipt
 from diloco_cli.observe.metrics import is_exploded
 from diloco_cli.observe.units import amount
-from diloco_cli.server.rounds.state import State
+from diloco_cli.server.rounds.state import FailedRounds, State
 from diloco_cli.wire.messages import MOST_LETTERS, Divergence
 
 log = logging.getLogger(__name__)
@@ -30,13 +30,22 @@ def divergence_of(state: State, region: str) -> Divergence | None:
     return found if found and found.times >= STRIKES else None
 
 
-def _found(state: State, region: str) -> Divergence | None:
+def _found(state: State, region: str, *, in_a_row: bool = False) -> Divergence | None:
+    """What the region says of itself, or the rounds that it was in; the worse of them.
+
+    With `in_a_row` a fragment whose rounds come to nothing does not count while others' do.
+    """
     lease = state.leases.all.get(region)
     heartbeat = lease.heartbeat if lease else None
     here = state.leases.lease_left(region, now=state.clock()) > 0
     if heartbeat is None or not (here and heartbeat.training):
         return None
-    both = filter(None, (heartbeat.divergence, state.failed_rounds.get(region)))
+    failed = [
+        each.report(now=state.clock())
+        for (fragment, name), each in state.failed_rounds.items()
+        if name == region and (fragment is None or not in_a_row)
+    ]
+    both = filter(None, (heartbeat.divergence, *failed))
     return max(both, key=lambda found: found.times, default=None)
 
 
@@ -51,22 +60,21 @@ def note_divergence(state: State, region: str, before: Divergence | None) -> Non
 def note_failed_round(state: State, receipts: Iterable[Receipt], why: str) -> None:
     """Counts a round that came to nothing for each of its members, until one comes to something."""
     now, sizes = state.clock(), state.settings.sizes
-    if not state.failed_rounds:
-        state.failing_since = now
     for receipt in receipts:
         region, known = receipt.region, divergence_of(state, receipt.region)
-        share = sizes[receipt.fragment] / sum(sizes)
-        earlier = state.failed_rounds.get(region)
-        state.failed_rounds[region] = Divergence(
-            times=(earlier.times if earlier else 0) + 1,
-            tokens=(earlier.tokens if earlier else 0.0) + receipt.tokens * share,
-            step=earlier.step if earlier else _step(state, region),
-            seconds=max(0.0, now - state.failing_since),
-            published=False,
-            why=why[:MOST_LETTERS],
-        )
+        for key in ((None, region), (receipt.fragment, region)):
+            failed = state.failed_rounds.setdefault(key, FailedRounds(now, _step(state, region)))
+            failed.times += 1
+            failed.tokens += receipt.tokens * sizes[receipt.fragment] / sum(sizes)
+            failed.why = why[:MOST_LETTERS]
         note_divergence(state, region, known)
     state.wake.set()
+
+
+def note_sound_round(state: State, fragment: int) -> None:
+    """A version was published: what failed of this fragment, or of all of them, is over."""
+    for key in [key for key in state.failed_rounds if key[0] in (None, fragment)]:
+        del state.failed_rounds[key]
 
 
 def _step(state: State, region: str) -> int:
@@ -84,7 +92,7 @@ def no_way_on(state: State) -> str:
     listed = {region.name for region in state.spec.regions} - set(state.ledger.retired)
     names, reports = sorted(listed | set(state.ledger.members)), list[Divergence]()
     for name in names:
-        found = _found(state, name)
+        found = _found(state, name, in_a_row=True)
         if found is None or found.times < HOPELESS:
             return ""
         reports.append(found)

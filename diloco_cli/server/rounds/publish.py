@@ -19,7 +19,7 @@ from diloco_cli.core import pace
 from diloco_cli.core.journal_records import MemberDropped, VersionPublished, VersionStored
 from diloco_cli.core.rounds import Receipt, Seconds
 from diloco_cli.errors import StoreDamaged
-from diloco_cli.server.rounds.divergence import note_failed_round
+from diloco_cli.server.rounds.divergence import note_failed_round, note_sound_round
 from diloco_cli.server.rounds.state import State
 from diloco_cli.server.store.filed_state import FiledState
 from diloco_cli.server.store.group_commit import RETRY_SECONDS
@@ -131,7 +131,7 @@ class Publisher:
             return newest, digest
 
         newest, digest = await self._in_thread(keep)
-        state.failed_rounds.clear()
+        note_sound_round(state, fragment)
         state.record(
             VersionPublished(
                 fragment,

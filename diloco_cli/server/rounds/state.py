@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from diloco_cli.core import conductor
@@ -50,6 +50,28 @@ T = TypeVar("T")
 Written = Literal["journal", "version", "upload"]
 
 UPLOAD_TROUBLE_SECONDS = 60.0
+
+
+@dataclass
+class FailedRounds:
+    """Of a region, in a row: nothing came of them."""
+
+    since: Seconds
+    step: int
+    """The region's, then."""
+    times: int = 0
+    tokens: float = 0.0
+    why: str = ""
+
+    def report(self, *, now: Seconds) -> Divergence:
+        return Divergence(
+            times=self.times,
+            tokens=self.tokens,
+            step=self.step,
+            seconds=max(0.0, now - self.since),
+            published=False,
+            why=self.why,
+        )
 
 
 class State:
@@ -88,10 +110,9 @@ class State:
         """By fragment: what its round waits for."""
         self.finished_at: Seconds | None = now if ledger.finished else None
         self.stopping = ""
-        self.failed_rounds: dict[str, Divergence] = {}
-        """By region: rounds in a row that it was in and whose outer step was not finite."""
-        self.failing_since: Seconds = 0.0
-        """When the first of them was."""
+        self.failed_rounds: dict[tuple[int | None, str], FailedRounds] = {}
+        """By fragment, or None for all of them together, and region: rounds in a row that it was
+        in and whose outer step was not finite."""
         self.hopeless = ""
         """Why the run was stopped by itself: nothing more would have come of it."""
         self.everyone = False

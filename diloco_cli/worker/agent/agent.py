@@ -181,11 +181,13 @@ class Agent:
                 return 0
             if self.correction:
                 self.correction.make(about.was)
-            if join.is_replaced(about):
+            if join.is_replaced(about) or join.is_continued(about):
                 self.supervisor.vacate()
+                if self.wakeup.stop_reason:
+                    return 0  # Somebody may be training still; the next worker goes on from here.
+            if join.is_replaced(about):
                 join.begin_anew(about)
             if join.is_continued(about):
-                self.supervisor.vacate()
                 reach("realign.stopped")
                 join.go_over(about)
                 reach("realign.named")

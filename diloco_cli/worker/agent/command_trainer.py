@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from diloco_cli.errors import SpecError
-from diloco_cli.system.process_handle import kill_group_of, open_process
+from diloco_cli.system.process_handle import descendants, kill_group_of, open_process
 from diloco_cli.system.process_log import ProcessLog
 from diloco_cli.system.wakeup import write_wakeup
 from diloco_cli.worker.agent import program_guard
@@ -40,7 +40,8 @@ LOOK_SECONDS = 0.2
 class CommandTrainer(StartedProcess):
     """Started in a process group of its guard's; linked once somebody below it has joined.
 
-    It may make itself the leader of another group, as GNU `timeout` does: that is ended as well.
+    It, or what it has started, may lead another group, as GNU `timeout` does: that is killed with
+    it. When it ends by itself, only a group that it leads itself is still known.
     """
 
     def __init__(
@@ -104,9 +105,11 @@ class CommandTrainer(StartedProcess):
 
     def kill(self) -> None:
         """Ends it and all it has started; may be called from a signal handler."""
+        groups = [self._guard.pid]
         if self._child.returncode is None:  # Its pid is its own.
-            kill_group_of(self._child.pid)
-        kill_group_of(self._guard.pid)
+            groups += [self._child.pid, *descendants(self._child.pid)]
+        for each in groups:
+            kill_group_of(each)
 
     def _listen(self) -> None:
         group = 0

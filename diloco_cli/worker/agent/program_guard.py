@@ -9,7 +9,7 @@ the next worker starts another beside it.
                           ──▶ somebody has ──▶ has left ──▶ program ended ──┴─▶ end the group
 
 We lead the program's process group, so that all of it is in reach and its number stays its own. A
-program that leads another one is known by its handle.
+program that leads another one, or has started one that does, is known by its handle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from diloco_cli.system.locks import FileLock
-from diloco_cli.system.process_handle import has_ended, kill_group_of, open_process
+from diloco_cli.system.process_handle import descendants, has_ended, kill_group_of, open_process
 from diloco_cli.system.wakeup import LAST_MOMENT
 
 LOOK_SECONDS = 0.5
@@ -52,7 +52,8 @@ def guard(trainer_lock: FileLock) -> None:
     while joined and _is_here(handle, program) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
     if handle is not None and not has_ended(handle):
-        kill_group_of(program)
+        for each in [program, *descendants(program)]:
+            kill_group_of(each)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -16,12 +16,11 @@ class DivergenceCount:
     def __init__(self) -> None:
         self.times = 0
         self._tokens = self._began = 0.0
-        self._step = self._clean = self._sound = 0
+        self._step = self._clock = self._sound = 0
         self._why, self._published = "", False
 
     def stepped(self, *, sound: bool) -> None:
         """Takes note of a step; without a loss it counts as sound."""
-        self._clean = self._clean + 1 if sound else 0
         self._sound += sound
 
     def gave_up(self, why: str, tokens: float, *, step: int, now: float) -> None:
@@ -31,15 +30,14 @@ class DivergenceCount:
         self.times += 1
         self._tokens += tokens
         self._why, self._published = why, not self._sound
-        self._clean = self._sound = 0
+        self._clock, self._sound = step, 0
 
-    def merged(self, *, every: int) -> None:
-        """Work of the region reached the global weights.
+    def merged(self, clock: int) -> None:
+        """A frame that was posted at this step reached the global weights.
 
-        That may be what was sent before it went bad, so the region must also have trained
-        soundly for as long as a round takes.
+        One that was sent before the work went bad says nothing.
         """
-        if self._clean >= every:
+        if clock > self._clock and self._sound:
             self.times = 0
 
     def report(self, *, now: float) -> Divergence | None:

@@ -189,7 +189,13 @@ class OuterLoop(Generic[Books]):
         self._adopt()
         self._answer_calls()
 
-    def _collect_drafts(self, *, wait: bool = False, retry: bool = True) -> None:
+    def _collect_drafts(self, *, wait: bool = False) -> None:
+        if unfit := self._written_drafts(wait=wait):
+            self.give_up(next(iter(unfit.values())), set(unfit))
+
+    def _written_drafts(self, *, wait: bool = False, retry: bool = True) -> dict[int, str]:
+        """Takes note of frames that are in the outbox; why those of some fragments cannot be."""
+        unfit: dict[int, str] = {}
         for number, draft in enumerate(self.drafts):
             if draft is None or not (wait or draft.done.done()):
                 continue
@@ -198,12 +204,13 @@ class OuterLoop(Generic[Books]):
                 self.drafts[number], self.progress.trouble = None, ""
             except WireError as error:
                 self.drafts[number] = None
-                self.give_up(self._unsendable(number, draft, error), {number})
+                unfit[number] = self._unsendable(number, draft, error)
             except OSError as error:
                 if retry:
                     self._retry(number, draft, error)
                 else:
                     self.drafts[number] = None
+        return unfit
 
     def _unsendable(self, number: int, draft: OutgoingFrame, error: WireError) -> str:
         """Names the tensor that holds what cannot be sent."""
@@ -242,8 +249,8 @@ class OuterLoop(Generic[Books]):
                 self.weights.replace_anchor(number, arrived)
                 continue
             merged = self.weights.adopt(number, arrived)
-            if merged:
-                self.progress.divergence.merged(every=self._every())
+            if merged and book.flight:
+                self.progress.divergence.merged(book.flight.clock)
             self.progress.events.note(
                 "adopted",
                 region=self.task.region,
@@ -396,13 +403,13 @@ class OuterLoop(Generic[Books]):
         self.averages.bad = 0
         # What could not be written is not tried again: it is refused here, and a frame of it
         # that became durable later would be merged all the same.
-        self._collect_drafts(wait=True, retry=False)
-        before, divergence = self.weights.refused(), self.progress.divergence
+        unfit = unfit | set(self._written_drafts(wait=True, retry=False))
+        before, divergence = self.weights.given_up(), self.progress.divergence
         for number in range(self.sync.fragments):
             if number in unfit or not self.weights.is_finite(number):
                 self.weights.refuse(number)
         self.weights.engine.reset_optimizer()
-        tokens = self.weights.refused() - before
+        tokens = self.weights.given_up() - before
         divergence.gave_up(why, tokens, step=self.weights.clock, now=time.monotonic())
         # Who diverges does so many times a second; each is in the report, not in the run log.
         if divergence.times.bit_count() == 1 or divergence.times == STRIKES:

@@ -221,9 +221,9 @@ class WeightsAndBooks:
         """Tokens that went with the server whose run this one continues; the fragments' mean."""
         return self._mean(max(0.0, book.lost) for book in self.books)
 
-    def refused(self) -> float:
-        """Tokens whose work was unfit; the fragments' mean."""
-        return self._mean(book.totals.refused for book in self.books)
+    def given_up(self) -> float:
+        """Tokens whose work was refused or discarded; the fragments' mean."""
+        return self._mean(book.totals.refused + book.totals.discarded for book in self.books)
 
     def _mean(self, amounts: Iterable[float]) -> float:
         sizes = [fragment.size for fragment in self.task.layout.fragments]

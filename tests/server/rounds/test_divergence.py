@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from diloco_cli.merge.optimizers import Nesterov
@@ -31,6 +32,10 @@ async def say(bench: Bench, times: int, *names: str, **said) -> None:
     for name in names:
         await bench.beat(name, **thrown(times, **said))
     bench.server.tick()
+
+
+def counts(bench: Bench) -> dict[str, Any]:
+    return {f"{of} {region}": each for (of, region), each in bench.state.failed_rounds.items()}
 
 
 def seen(bench: Bench):
@@ -118,10 +123,12 @@ async def test_rounds_whose_outer_step_is_not_finite_count_for_their_members(tmp
     bench = await overflowing(tmp_path)
     await bench.round(0, "iowa", "paris")
     assert bench.state.ledger.outer_steps == 0
-    assert {name: found.times for name, found in bench.state.failed_rounds.items()} == {
-        "iowa": 1,
-        "paris": 1,
-    }
+    assert [(of, each.times) for of, each in sorted(counts(bench).items())] == [
+        ("0 iowa", 1),
+        ("0 paris", 1),
+        ("None iowa", 1),
+        ("None paris", 1),
+    ]
     for _ in range(2):
         await bench.beat("tokyo")
         await bench.round(0, "iowa", "paris")
@@ -137,6 +144,34 @@ async def test_rounds_whose_outer_step_is_not_finite_count_for_their_members(tmp
     await bench.round(0)
     assert bench.state.ledger.outer_steps == 1 and bench.state.failed_rounds == {}
     assert "thrown" not in " ".join(warnings(seen(bench)[0]))
+
+
+@dataclass(frozen=True)
+class Stuck(Nesterov):
+    """Never makes a finite step of a tensor of this size."""
+
+    size: int = 0
+
+    def step(self, theta, momentum, merged, *, drain):
+        weights, kept = super().step(theta, momentum, merged, drain=drain)
+        return (weights * np.inf if theta.size == self.size else weights), kept
+
+
+@in_a_loop
+async def test_a_fragment_that_never_moves_shows_while_others_do_and_ends_nothing(tmp_path):
+    settings = make_settings()
+    size = settings.layout.fragments[0].pieces[0].size
+    bench = Bench(tmp_path, replace(settings, outer=Stuck(size=size)))
+    await bench.join()
+    for number in range(HOPELESS + 1):
+        await bench.round(0)
+        await bench.round(1)
+        shown = {region.state for region in seen(bench)[1].values()}
+        assert shown == {"diverging" if number >= 2 else "contributing"}
+    assert bench.versions == [0, HOPELESS + 1] and not bench.state.stopping
+    await bench.amend({"outer.lr": 0.5})
+    await bench.round(0)
+    assert {region.state for region in seen(bench)[1].values()} == {"contributing"}
 
 
 @in_a_loop

@@ -55,6 +55,10 @@ open(heard).read()
 STARTED = """
 child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"]).pid
 """
+UNDER_TIMEOUT = """
+words = ["timeout", "1h", "sh", "-c", "echo $$; exec sleep 600"]
+child = int(subprocess.Popen(words, stdout=subprocess.PIPE).stdout.readline())
+"""
 FORKED = """
 child = os.fork()
 if not child:
@@ -106,13 +110,14 @@ def test_a_program_that_leads_a_group_of_its_own_ends_with_its_worker_too(left_b
 
 
 @pytest.fixture
-def under_timeout(tmp_path):
+def under_timeout(tmp_path, request):
     """A program that GNU `timeout` runs in a group of its own: its trainer, and a handle of it."""
+    around = getattr(request, "param", [])
     mailbox, said = Mailbox(tmp_path / "paris"), tmp_path / "said"
     mailbox.prepare()
     os.mkfifo(said)
     trainer = CommandTrainer(
-        ["timeout", "1h", "sh", "-c", f"echo $$ > {said}; exec sleep 600"],
+        [*around, "timeout", "1h", "sh", "-c", f"echo $$ > {said}; exec sleep 600"],
         mailbox,
         HandoverRecord((), "", "run", "owner"),
         tmp_path / "log",
@@ -128,12 +133,20 @@ def under_timeout(tmp_path):
     trainer.kill()
 
 
+@pytest.mark.parametrize(
+    "under_timeout", [[], ["sh", "-c", '"$0" "$@"; true']], indirect=True, ids=["itself", "script"]
+)
 def test_a_program_in_a_group_of_its_own_is_killed_with_all_it_started(under_timeout):
     trainer, sleeping = under_timeout
     trainer.kill()
     assert ended(sleeping)
     trainer.wait(60)
     assert trainer.code == -signal.SIGKILL
+
+
+def test_what_a_script_runs_in_a_group_of_its_own_ends_with_the_worker_too(left_behind):
+    (program, started), _ = left_behind(joined=False, child=UNDER_TIMEOUT)
+    assert ended(program) and ended(started)
 
 
 def test_what_a_killed_launcher_leaves_in_a_group_of_its_own_is_ended(under_timeout):
@@ -267,6 +280,18 @@ def test_a_folder_is_not_vacated_before_who_was_sent_away_is_gone(hanging, super
     supervisor.adopt()
     supervisor.vacate()
     assert program.wait(60) == -signal.SIGKILL
+
+
+def test_a_stop_while_a_trainer_is_still_leaving_leaves_its_folder_alone(
+    agent, own, hanging, counter, tmp_path
+):
+    counter.run, counter.was = "run-2", (RUN,)
+    program = hanging(run="another")
+    worker = agent(own=own)
+    counter.wait_for(lambda: "run" in counter.asked)
+    worker.agent.wakeup.stop("a test")
+    assert worker.ended() == 0 and program.poll() is None
+    assert Mailbox(tmp_path / "regions" / "paris").identity().run == RUN
 
 
 def test_a_trainer_that_was_sent_away_and_does_not_go_is_killed(

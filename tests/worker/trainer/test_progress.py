@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from diloco_cli.observe.events import read_events
@@ -37,7 +38,7 @@ def test_what_a_device_gives_follows_from_the_pace_and_the_shapes(play):
 # Work that is given up again and again
 
 
-def count_of(*spans: int, every: int = 4) -> DivergenceCount:
+def count_of(*spans: int) -> DivergenceCount:
     """Gives up after each of these numbers of sound steps."""
     count = DivergenceCount()
     for span in spans:
@@ -65,13 +66,15 @@ def test_weights_on_which_no_step_is_sound_are_told_from_those_that_are_spoiled_
     assert unstable and not unstable.published
 
 
-def test_work_that_was_sent_before_it_went_bad_ends_nothing():
-    count = count_of(7, 7)
-    for steps_made in range(4):
-        count.merged(every=4)
-        assert count.times == 2, f"after {steps_made} sound steps"
-        count.stepped(sound=True)
-    count.merged(every=4)
+def test_a_frame_ends_the_count_if_its_work_is_of_later_and_was_sound():
+    count = count_of(7, 9)
+    count.stepped(sound=False)
+    count.merged(10)
+    assert count.times == 2, "no step since was sound"
+    count.stepped(sound=True)
+    count.merged(9)
+    assert count.times == 2, "it was sent before the work went bad"
+    count.merged(10)
     assert count.times == 0 and count.report(now=99.0) is None
     count.gave_up("again", 8.0, step=50, now=100.0)
     told = count.report(now=100.0)
@@ -85,12 +88,46 @@ def test_a_region_reports_what_it_gives_up_and_takes_it_back_when_it_is_merged(p
         trainer.give_up("a test", {0, 1})
     told = stage.mailbox.progress().divergence
     assert told.times == 3 and told.tokens == 3 * 2 * TOKENS and told.why == "a test"
-    steps(trainer, trainer.sync.every)
+    steps(trainer, 1)
     post(stage, trainer, 0)
     stage.merge(0)
     until(trainer, lambda: trainer.weights.books[0].version == 1)
     trainer.report()
     assert stage.mailbox.progress().divergence is None
+
+
+def test_a_region_whose_work_is_merged_between_two_bad_stretches_does_not_diverge(play):
+    stage, trainer = play(every=8)
+    for round_ in range(4):
+        for number in range(2):
+            steps(trainer, 3)
+            post(stage, trainer, number)
+            stage.merge(number)
+            adopted = round_ + 1
+            until(trainer, lambda n=number, v=adopted: trainer.weights.books[n].version == v)
+        trainer.give_up("a bad stretch", {0, 1})
+        assert stage.mailbox.progress().divergence.times == 1
+
+
+def test_one_incident_counts_once_however_many_frames_were_being_written(play):
+    stage, trainer = play()
+    steps(trainer, 3)
+    poisoned = {name: values * np.nan for name, values in trainer.weights.engine.params.items()}
+    trainer.weights.engine.params = poisoned
+    stage.tell({0: 0, 1: 0})
+    until(trainer, lambda: trainer.weights.books[1].totals.refused > 0)
+    told = stage.mailbox.progress().divergence
+    assert (told.times, told.tokens, told.published) == (1, 3 * TOKENS, False)
+
+
+def test_what_was_held_beside_a_frame_in_flight_counts_as_thrown_away(play):
+    stage, trainer = play()
+    steps(trainer, 2)
+    for number in range(2):
+        post(stage, trainer, number)
+    steps(trainer, 3)
+    trainer.give_up("a test", {0, 1})
+    assert stage.mailbox.progress().divergence.tokens == 3 * TOKENS
 
 
 def test_losses_that_are_not_finite_are_counted_and_the_run_log_stays_readable(play):
