@@ -291,7 +291,8 @@ def test_a_stop_while_a_trainer_is_still_leaving_leaves_its_folder_alone(
     counter.wait_for(lambda: "run" in counter.asked)
     worker.agent.wakeup.stop("a test")
     assert worker.ended() == 0 and program.poll() is None
-    assert Mailbox(tmp_path / "regions" / "paris").identity().run == RUN
+    owner = Mailbox(tmp_path / "regions" / "paris").identity()
+    assert owner and owner.run == RUN
 
 
 def test_a_trainer_that_was_sent_away_and_does_not_go_is_killed(
