@@ -124,7 +124,7 @@ STAGES = (
     Stage(MIDDLE, [Arm(0, "muon")], (61, 62, 63)),
     Stage(MIDDLE, [Arm(8, down="int4")], (61, 62, 63), rates=SWEPT),
     Stage(MILLION, [DP, Arm(8), Arm(4), Arm(2)], (61, 62, 63), rates=scaled(SWEPT, MILLION)),
-    Stage(MILLION, [Arm(8, "muon")], (61,), rates=scaled(SWEPT, MILLION)),
+    Stage(MILLION, [Arm(8, "muon")], (61, 62, 63), rates=scaled(SWEPT, MILLION)),
     Stage(
         MILLION,
         [Arm(4, beta=LESS), Arm(2, beta=LESS), Arm(8, beta=LESS), Arm(0, beta=LESS)],
