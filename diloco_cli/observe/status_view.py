@@ -127,7 +127,8 @@ def plain_line(status: Status, *, left: float | None = None) -> str:
         f"held-out {loss(status.loss.heldout)}",
     ]
     if status.over:
-        return " | ".join(parts)
+        failed = [_region_words(region, status) for region in others if region.state == "failed"]
+        return " | ".join([*parts, *failed[:MOST_NAMED]])
     parts += [
         f"{len(well)} of {len(regions)} regions contribute, {amount(_speed(status))} tok/s",
         *([thrown] if (thrown := thrown_away(tokens)) else ()),

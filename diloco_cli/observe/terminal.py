@@ -246,7 +246,8 @@ class ProgressDisplay:
 
 
 def _states(status: Status) -> tuple[str, ...]:
-    regions = (f"{each.name}={each.state}" for each in status.regions if not status.over)
+    told = (each for each in status.regions if not status.over or each.state == "failed")
+    regions = (f"{each.name}={each.state}" for each in told)
     return (status.state, str(bool(status.trouble)), *regions)
 
 

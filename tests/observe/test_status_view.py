@@ -163,6 +163,9 @@ def test_when_a_run_is_over_its_line_says_so_once():
             progress.show(make_status(state="finished", regions=over))
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert said.count("\n") == 1 and said.startswith("finished | ") and "tok/s" not in said
+    lost = region("right", contributing=False, training=False, failed="its disk is full")
+    line = plain_line(make_status(state="finished", regions=[region("left"), lost]))
+    assert line.endswith(" | right failed: its disk is full")
 
 
 def test_lines_of_a_log_do_not_come_with_every_change_of_a_region():
