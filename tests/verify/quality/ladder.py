@@ -295,7 +295,8 @@ def told(records: Iterable[dict[str, Any]]) -> str:
             return words.replace("-", "−")
 
         first = next(iter(mine.values()))
-        seeds = f"{min(mine)} to {max(mine)}" if len(mine) > 1 else str(min(mine))
+        run = len(mine) > 1 and max(mine) - min(mine) == len(mine) - 1
+        seeds = f"{min(mine)} to {max(mine)}" if run else ", ".join(map(str, sorted(mine)))
         loss = mean(each["loss"] for each in mine.values())
         beside = in_words(against) + (", int8 down" if "down" in cell else "")
         lines.append(
