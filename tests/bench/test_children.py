@@ -16,13 +16,27 @@ import pytest
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
 
+@pytest.fixture
+def heard():
+    """Signals end what is started here, also where tests run under nohup or in the background."""
+    own = {
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize(
     ("what", "processes"),
     # Python's own watch over them, the server, and the other end of raw TLS, or the regions.
     [(("link",), 3), (("sync", "--params", "100k", "--regions", "2"), 4)],
 )
-def test_a_signal_leaves_no_process_and_no_folder(tmp_path: Path, what, processes, ending):
+def test_a_signal_leaves_no_process_and_no_folder(heard, tmp_path: Path, what, processes, ending):
     measuring = subprocess.Popen(
         [sys.executable, "-m", "diloco_cli", "bench", *what],
         env={**os.environ, "TMPDIR": str(tmp_path)},
